@@ -453,14 +453,10 @@ class NonFiniteValue:
                 "model.compare shows where the recorded program differs from the module."
             )
         if self.cause == "weights" and not self.micro_batches:
-            return (
-                f"{self.parameter!r} is not finite: with compile(detect_nan=True), fit names the "
-                "update, the layer and the samples where that began."
-            )
-        where = f"batch {self.micro_batch}"
-        if self.micro_batches:
-            where = f"replica {self.replica}, micro-batch {self.micro_batch} of "
-            where += str(self.micro_batches)
+            cure = "with compile(detect_nan=True), fit says where that began."
+            return f"{self.parameter!r} is not finite: {cure}"
+        where = f"replica {self.replica}, micro-batch {self.micro_batch} of {self.micro_batches}"
+        where = where if self.micro_batches else f"batch {self.micro_batch}"
         if self.cause == "weights":
             return f"The cause is older: {self.parameter!r} was not finite before, in {where}."
         if self.cause == "data":

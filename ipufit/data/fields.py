@@ -182,7 +182,7 @@ class BatchForm:
             return False
 
     def _inputs(
-        self, raw: RawBatch, where: str, target: object = None
+        self, raw: RawBatch, where: str, target: RawBatch = None
     ) -> Tuple[BatchParts, Mapping[str, object]]:
         """Positional and keyword arguments of forward, and what it does not take."""
         if isinstance(raw, Mapping):
@@ -191,7 +191,7 @@ class BatchForm:
         spreads = tree.is_sequence(raw) and not is_whole
         return (tuple(raw) if spreads else (raw,), {}, None, None), {}
 
-    def _takes_whole(self, inputs: List[object], target: object) -> bool:
+    def _takes_whole(self, inputs: List[object], target: RawBatch) -> bool:
         """Say whether forward gets a list itself, such as one of images, not each of its entries.
 
         Where it may take both, those are samples that are as many as the targets, unless all parts

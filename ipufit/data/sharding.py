@@ -11,18 +11,7 @@ import functools
 import itertools
 import zlib
 from types import CodeType
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-)
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -242,7 +231,7 @@ class Sharded:
 
     def __init__(self, loader: Iterable[object]) -> None:
         in_memory = is_array(loader) or is_table(loader) or is_datasets_table(loader)
-        in_memory = in_memory or isinstance(loader, (str, bytes, Mapping))
+        in_memory = in_memory or isinstance(loader, (str, bytes, dict))
         if in_memory or not hasattr(type(loader), "__iter__"):
             raise DataError(
                 "Sharded takes an iterable of this process's batches, such as a DataLoader, got "

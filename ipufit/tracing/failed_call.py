@@ -1,8 +1,8 @@
 """Why a module or a loss can't take a micro-batch: which layer or line, what it needs, what came.
 
-And why the loss of an evaluation is not finite. Nothing here runs before a call has failed. The traceback has the layers that were called, with
-their arguments; where it has none, or values matter, the micro-batch runs once more, eagerly and on
-copies, and nothing of that is left behind.
+And why the loss of an evaluation is not finite. Nothing here runs before a call has failed. The
+traceback has the layers that were called, with their arguments; where it has none, or values
+matter, the micro-batch runs once more, eagerly and on copies, and nothing of that is left behind.
 """
 
 from __future__ import annotations
@@ -16,21 +16,7 @@ import os
 import re
 import traceback
 import warnings
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Pattern,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, NamedTuple, Optional, Pattern, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +35,7 @@ from ipufit.errors import (
     LossError,
     NonFiniteValue,
 )
-from ipufit.losses import check_labels
+from ipufit.losses import Loss, check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import describe_frame
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
@@ -123,7 +109,8 @@ class _Failure:
 
 def explain(
     error: Exception,
-    step: ModuleWithLoss,
+    module: nn.Module,
+    loss: Optional[Loss],
     precision: Precision,
     batches: Sequence[MicroBatch],
     where: Callable[[int], str],
@@ -132,7 +119,8 @@ def explain(
 
     Args:
         error: raised while a program was recorded for the micro-batches, or computed them.
-        step: module and the loss that was computed.
+        module: the user's.
+        loss: that was computed; None where there was none.
         precision: in which the module computes.
         batches: the micro-batches.
         where: begin of the message, for the index of one of them.
@@ -144,14 +132,14 @@ def explain(
     origin = _origin(error)
     if origin is None or _is_users_own(origin):
         return None
-    fault = None
+    fault, step = None, ModuleWithLoss(module, loss)
     if len(batches) == 1:
         fault = _fault(_read(origin, step), step, where(0))
     if fault is not None or isinstance(error, DeviceError):
         # What a device refuses may run here, or fail for another reason.
         return fault
+    last = _LastOperator()
     for index, batch in enumerate(batches):
-        last = _LastOperator()
         repeated = _repeat(step, precision, batch, lambda *_: watch_functions(last))
         if isinstance(repeated, IpufitError):
             return repeated
@@ -161,26 +149,33 @@ def explain(
 
 
 def find_nonfinite(
-    step: ModuleWithLoss, precision: Precision, batch: MicroBatch
+    module: nn.Module, loss: Optional[Loss], precision: Precision, batch: MicroBatch
 ) -> Optional[NonFiniteValue]:
     """Find what makes the loss of a micro-batch NaN or infinite; None where it is finite here.
 
     Args:
-        step: module and loss, in the mode in which they were.
+        module: the user's, in the mode in which it computed that.
+        loss: of the module.
         precision: in which the module computes.
         batch: the micro-batch.
     """
-    searches: List[NonFiniteSearch] = []
+    step = ModuleWithLoss(module, loss)
+    search: Optional[NonFiniteSearch] = None
 
-    @contextlib.contextmanager
-    def searching(sample: MicroBatch, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        where = SourceTracker(step)
-        searches.append(NonFiniteSearch(where.now, sample, tensors))
-        with where.followed(), watch_operators(searches[0]):
-            yield
+    def searching(
+        sample: MicroBatch, tensors: Dict[str, Tensor]
+    ) -> contextlib.AbstractContextManager[object]:
+        nonlocal search
+        where, block = SourceTracker(step), contextlib.ExitStack()
+        search = NonFiniteSearch(where.now, sample, tensors)
+        block.enter_context(where.followed())
+        block.enter_context(watch_operators(search))
+        return block
 
     numbers = _repeat(step, precision, batch, searching)
-    return searches[0].cause_of(numbers[0]) if isinstance(numbers, list) else None
+    if search is None or numbers is None or isinstance(numbers, Exception):
+        return None
+    return search.cause_of(numbers[0])
 
 
 def _origin(error: BaseException) -> Optional[Exception]:
@@ -233,8 +228,8 @@ def _repeat(
     step: ModuleWithLoss,
     precision: Precision,
     sample: MicroBatch,
-    watching: Callable[[MicroBatch, Mapping[str, Tensor]], ContextManager[object]],
-) -> Union[List[Tensor], Exception, None]:
+    watching: Callable[[MicroBatch, Dict[str, Tensor]], contextlib.AbstractContextManager[object]],
+) -> Union[Sequence[Tensor], Exception, None]:
     """Run a micro-batch once, eagerly and on copies, and leave nothing of it behind.
 
     Args:

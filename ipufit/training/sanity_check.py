@@ -112,7 +112,6 @@ class FailureExplainer:
             return None
         # Imported here: few runs fail.
         from ipufit.tracing.failed_call import explain
-        from ipufit.tracing.grad_step import ModuleWithLoss
 
         try:
             self.check_labels(batches, first)
@@ -126,12 +125,11 @@ class FailureExplainer:
                 return fault
         if loss is not None and self.mode is Mode.PREDICT and not loss.in_module:
             loss = None
-        step = ModuleWithLoss(self.module, loss)
         # The block may have put back the modes in which its error came up.
         mode = train_mode if self.mode is Mode.TRAIN else eval_mode
         with mode(self.module, loss.module if loss is not None else None):
             where = functools.partial(self._where, first)
-            return explain(error, step, self.precision, batches, where)
+            return explain(error, self.module, loss, self.precision, batches, where)
 
     def warn_of_nonfinite(
         self,
@@ -143,36 +141,35 @@ class FailureExplainer:
         """Warn of the first loss of an evaluation that is not finite, and say where it began.
 
         Args:
-            losses: of the micro-batches; of those of all processes, where there are several.
+            losses: of the micro-batches, of those of all processes where there are several; one is
+                not finite.
             batches: the micro-batches.
             first: number of the first of them.
             place: adds to an error which samples of the data it is about.
         """
-        lost = next((i for i, value in enumerate(losses) if not math.isfinite(value)), None)
-        if lost is None or self.has_warned:
+        if self.has_warned:
             return
         self.has_warned = True
         # Imported here: few losses are not finite.
         from ipufit.tracing.failed_call import find_nonfinite
-        from ipufit.tracing.grad_step import ModuleWithLoss
 
-        which, found = "one", None
+        lost = next(i for i, value in enumerate(losses) if not math.isfinite(value))
+        which, origin = "one", None
         cause = "Look for a log or division of zero, or non-finite data or weights."
         if not self.is_shared:
             which = f"that of batch {first + lost}"
-            step = ModuleWithLoss(self.module, self.loss)
-            found = find_nonfinite(step, self.precision, batches[lost])
-        if found is not None:
+            origin = find_nonfinite(self.module, self.loss, self.precision, batches[lost])
+        if origin is not None:
             offset = sum(batch.size for batch in batches[:lost])
             number = first + lost
-            found = dataclasses.replace(found, micro_batch=number, micro_batches=0, offset=offset)
-            cause = found.describe()
+            origin = dataclasses.replace(origin, micro_batch=number, micro_batches=0, offset=offset)
+            cause = origin.describe()
         error = NonFiniteLossError(
             f"the loss must be finite for every batch of the {self.role}, but {which} is "
             f"{losses[lost]}, and so is the mean. {cause}",
             None,
             losses[lost],
-            found,
+            origin,
         )
         place(error)
         warn_user(str(error))

@@ -345,6 +345,7 @@ class Session:
         mode = job.mode
         explainer = self.explainer(mode, job.source.role)
         explainer.origin = job.source.origin
+        explainer.has_warned = not self.processes.is_rank_zero
         if mode is Mode.TRAIN:
             self.loss.examine(self.module, first)
         self.divided.count_stages(first, mode is Mode.TRAIN)

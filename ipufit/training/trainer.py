@@ -219,9 +219,8 @@ class Trainer:
                 except Exception as error:
                     job.explainer.raise_explained(error, batch.micro_batches, self._batches)
                     raise
-                if job.mode is Mode.EVALUATE and job.sync.processes.is_rank_zero:
-                    place = functools.partial(self._place, epoch)
-                    losses = result.losses.tolist()
+                if job.mode is Mode.EVALUATE and not result.losses.isfinite().all():
+                    losses, place = result.losses.tolist(), functools.partial(self._place, epoch)
                     job.explainer.warn_of_nonfinite(
                         losses, batch.micro_batches, self._batches, place
                     )

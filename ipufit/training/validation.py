@@ -108,7 +108,7 @@ class ValidationRunner:
             job = session.start(dataclasses.replace(self._job, epoch=epoch), session.processes)
             try:
                 with session.running(job):
-                    job.explainer.has_warned = self._has_warned
+                    job.explainer.has_warned |= self._has_warned
                     updates = updates_per_epoch(job.plan, self._job.source)
                     callbacks.params["validation_updates"] = updates
                     values = Trainer(job, [CallbackObserver(callbacks, job)]).evaluate(epoch)

@@ -4,7 +4,6 @@ import warnings
 
 import numpy as np
 import numpy.lib.recfunctions as rfn
-import pandas
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -267,7 +266,6 @@ def test_predict_refuses_a_tuple_of_arrays():
         (torch.zeros(8, 4), "Tensor"),
         (np.zeros((8, 4)), "ndarray"),
         ([[0.0, 1.0], [1.0, 0.0]], "list"),
-        (pandas.DataFrame({"a": [0.0]}), "DataFrame"),
         ({"x": torch.zeros(8, 4)}, "dict"),
         (TensorDataset(torch.zeros(8, 4)), "TensorDataset"),
         ("runs/1", "str"),

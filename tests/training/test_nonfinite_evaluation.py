@@ -124,7 +124,7 @@ def test_nan_in_the_weights():
     assert warned(lambda: model.evaluate(X, Y, verbose=0)) == [
         "the loss must be finite for every batch of the evaluation data, but that of batch 0 is "
         "nan, and so is the mean. 'layer.weight' is not finite: with compile(detect_nan=True), fit "
-        "names the update, the layer and the samples where that began."
+        "says where that began."
     ]
 
 
