@@ -68,8 +68,8 @@ class BatchForm:
         default_factory=dict, init=False, repr=False, compare=False
     )
     # Whether a list of inputs is one of samples, as the last one was that showed it.
-    _whole: List[bool] = dataclasses.field(
-        default_factory=lambda: [False], init=False, repr=False, compare=False
+    _whole: Dict[str, bool] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     @property
@@ -122,7 +122,7 @@ class BatchForm:
                 return self._inputs(raw, where)
             if isinstance(raw, tuple) and len(raw) == 1 and isinstance(raw[0], list):
                 # Lists that a loader makes of tuples are in a list: this one is meant as it is.
-                self._whole[0] = True
+                self._whole["list"] = True
             if len(raw) in (1, 2, 3):
                 return self._inputs(raw[0], where, *raw[1:2])
         came = f"{type(raw).__name__} of {len(raw)}" if is_sequence else type(raw).__name__
@@ -207,10 +207,10 @@ class BatchForm:
         if has_entries and tree.is_sequence(target) and isinstance(target[0], Mapping):
             has_rows = False
         if not can_bind(self.module, *inputs):
-            self._whole[0] = True
+            self._whole["list"] = True
         elif target is not None and has_entries != has_rows:
-            self._whole[0] = has_entries
-        return self._whole[0]
+            self._whole["list"] = has_entries
+        return self._whole.get("list", False)
 
     def _with_target(
         self, raw: Mapping[str, object], where: str
