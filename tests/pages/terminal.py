@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from difflib import SequenceMatcher
 from typing import Iterator, List
 
 __all__ = ["COLUMNS", "Terminal", "shortened", "with_lines_of"]
@@ -117,15 +118,40 @@ def _close(one: str, other: str) -> bool:
 
 
 def shortened(page: str, screen: str) -> str:
-    """Return what is on the screen, with ``...`` for lines in the middle that the page leaves out.
+    """Return what is on the screen, with ``...`` where the page leaves something out.
 
-    A page that leaves out more than that stays as it is.
+    A line of three points stands for as many lines that there are as many before and behind it as
+    in the page; points among words stand for what is between the words around them. Where the
+    screen has nothing that they could stand for, it is shown whole.
     """
     first, *rest = re.split(r"^\.\.\.\n", page, flags=re.M)
     if "..." in "".join([first, *rest]) or len(rest) > 1:
-        return page
+        return _with_gaps(page, screen)
     lines = screen.splitlines(keepends=True)
     if not rest:
         return screen
     last = len(lines) - rest[0].count("\n")
     return "".join([*lines[: first.count("\n")], "...\n", *lines[last:]])
+
+
+def _with_gaps(page: str, screen: str) -> str:
+    """Return the page with other words where the screen has others, and the gaps that it had."""
+    shown, came = ([*re.findall(r"\s*\S+", text)] for text in (page, screen))
+    words = [[word.strip() for word in text] for text in (shown, came)]
+    parts: List[str] = []
+    for action, start, end, low, high in SequenceMatcher(
+        None, words[0], words[1], False
+    ).get_opcodes():
+        gaps = [place for place in range(start, end) if "..." in shown[place]]
+        if action == "equal":
+            parts += shown[start:end]
+        elif gaps:
+            before, behind = gaps[0] - start, end - gaps[-1] - 1
+            parts += came[low : low + before]
+            parts += shown[gaps[0] : gaps[-1] + 1]
+            parts += came[high - behind : high]
+        else:
+            parts += came[low:high]
+    pattern = re.escape(" ".join("".join(parts).split())).replace(re.escape("..."), ".*")
+    fits = re.fullmatch(pattern, " ".join(screen.split()))
+    return "".join([*parts, "\n"]) if fits else screen

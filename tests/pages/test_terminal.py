@@ -90,8 +90,23 @@ def test_what_is_left_out_stays_out():
     assert shortened("1\n2\n", "3\n4\n5\n") == "3\n4\n5\n"
     assert shortened("1\n2\n...\n3\n", "4\n5\n6\n7\n8\n") == "4\n5\n...\n8\n"
     assert shortened("1\n...\n", "4\n5\n6\n") == "4\n...\n"
-    for page in ("1\n...\n2\n...\n", "1 ...\n"):
-        assert shortened(page, "3\n4\n5\n6\n") == page
+    assert shortened("1\n...\n2\n...\n", "1\n3\n2\n4\n") == "1\n...\n2\n...\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "screen", "written"),
+    [
+        ("1 ...\n", "3 4 5\n", "3 ...\n"),
+        ("at ...: no row 1\n", "at a.py:7: no row 2\n", "at ...: no row 2\n"),
+        ("a ... z\n", "a b c y\n", "a ... y\n"),
+        ("row 1\nat .../a.py:...\n", "row 2\n  at /x/a.py:9\n", "row 2\nat .../a.py:...\n"),
+        ("a ... b,\nc ... d\n", "a 1 b, c 2 e\n", "a ... b,\nc ... e\n"),
+        ("x ... y ...\n", "3\n4\n", "3\n4\n"),
+    ],
+)
+def test_a_text_with_gaps_is_written_too(page, screen, written):
+    """Words that changed are in the page, though it leaves out paths and what is too long."""
+    assert shortened(page, screen) == written
 
 
 def test_a_fit_is_shown_as_in_a_terminal():
