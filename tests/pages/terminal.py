@@ -120,18 +120,19 @@ def _close(one: str, other: str) -> bool:
 def shortened(page: str, screen: str) -> str:
     """Return what is on the screen, with ``...`` where the page leaves something out.
 
-    A line of three points stands for as many lines that there are as many before and behind it as
-    in the page; points among words stand for what is between the words around them. Where the
-    screen has nothing that they could stand for, it is shown whole.
+    A line of three points stands for so much that there are as many lines before and behind it as
+    in the page, where lines of progress count with those that they go on in; points among words
+    stand for what is between the words around them. Where the screen has nothing that they could
+    stand for, it is shown whole.
     """
     first, *rest = re.split(r"^\.\.\.\n", page, flags=re.M)
     if "..." in "".join([first, *rest]) or len(rest) > 1:
         return _with_gaps(page, screen)
-    lines = screen.splitlines(keepends=True)
     if not rest:
         return screen
-    last = len(lines) - rest[0].count("\n")
-    return "".join([*lines[: first.count("\n")], "...\n", *lines[last:]])
+    before, behind = (len([*_parts(text)]) if text else 0 for text in (first, rest[0]))
+    parts = [*_parts(screen)]
+    return "".join([*parts[:before], "...\n", *parts[len(parts) - behind :]])
 
 
 def _with_gaps(page: str, screen: str) -> str:
@@ -139,9 +140,8 @@ def _with_gaps(page: str, screen: str) -> str:
     shown, came = ([*re.findall(r"\s*\S+", text)] for text in (page, screen))
     words = [[word.strip() for word in text] for text in (shown, came)]
     parts: List[str] = []
-    for action, start, end, low, high in SequenceMatcher(
-        None, words[0], words[1], False
-    ).get_opcodes():
+    matcher = SequenceMatcher(None, words[0], words[1], False)
+    for action, start, end, low, high in matcher.get_opcodes():
         gaps = [place for place in range(start, end) if "..." in shown[place]]
         if action == "equal":
             parts += shown[start:end]
@@ -152,6 +152,6 @@ def _with_gaps(page: str, screen: str) -> str:
             parts += came[high - behind : high]
         else:
             parts += came[low:high]
-    pattern = re.escape(" ".join("".join(parts).split())).replace(re.escape("..."), ".*")
-    fits = re.fullmatch(pattern, " ".join(screen.split()))
-    return "".join([*parts, "\n"]) if fits else screen
+    text = "".join(part if part[0].isspace() else f"\n{part}" for part in parts).lstrip("\n") + "\n"
+    pattern = re.escape(" ".join(text.split())).replace(re.escape("..."), ".*")
+    return text if re.fullmatch(pattern, " ".join(screen.split())) else screen

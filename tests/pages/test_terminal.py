@@ -90,6 +90,9 @@ def test_what_is_left_out_stays_out():
     assert shortened("1\n2\n", "3\n4\n5\n") == "3\n4\n5\n"
     assert shortened("1\n2\n...\n3\n", "4\n5\n6\n7\n8\n") == "4\n5\n...\n8\n"
     assert shortened("1\n...\n", "4\n5\n6\n") == "4\n...\n"
+    epochs = "epoch 1/3: 1\nepoch 2/3: 2\n  3\nepoch 3/3: 4\n  5\n"
+    shown = "epoch 1/3: 1\n...\nepoch 3/3: 4\n  5\n"
+    assert shortened("epoch 1/3: 7\n...\nepoch 3/3: 7\n", epochs) == shown
     assert shortened("1\n...\n2\n...\n", "1\n3\n2\n4\n") == "1\n...\n2\n...\n"
 
 
@@ -102,6 +105,7 @@ def test_what_is_left_out_stays_out():
         ("row 1\nat .../a.py:...\n", "row 2\n  at /x/a.py:9\n", "row 2\nat .../a.py:...\n"),
         ("a ... b,\nc ... d\n", "a 1 b, c 2 e\n", "a ... b,\nc ... e\n"),
         ("x ... y ...\n", "3\n4\n", "3\n4\n"),
+        ("at ...: 1\n", "epoch 1/1\nat a.py: 1\n", "epoch 1/1\nat ...: 1\n"),
     ],
 )
 def test_a_text_with_gaps_is_written_too(page, screen, written):
