@@ -199,7 +199,16 @@ def _kind(value: object) -> str:
 
 
 class Place(NamedTuple):
-    """Place of a sample of a combined batch in the work of a program. Every part counts from 0."""
+    """Place of a sample of a combined batch in the work of a program; all numbers count from 0.
+
+    :meth:`ipufit.Plan.place` returns it.
+
+    Attributes:
+        iteration: update of the execution.
+        accumulation: micro-batch of its replica in the update.
+        replica: copy of the model that computes it.
+        position: sample of the micro-batch.
+    """
 
     iteration: int
     accumulation: int
@@ -209,7 +218,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tail:
-    """Rest of an epoch after its full executions, which runs as one smaller execution."""
+    """Rest of an epoch after its full executions, which runs as one smaller execution.
+
+    :attr:`ipufit.Plan.tail` is one.
+
+    Attributes:
+        samples: how many are left.
+        updates: how many they make.
+        micro_batches: how many they make, over all updates and replicas.
+        last_update_size: samples of the last update.
+        last_micro_batch_size: samples of the last micro-batch.
+    """
 
     samples: int
     updates: int

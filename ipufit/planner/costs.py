@@ -9,6 +9,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, 
 import torch
 from torch import Tensor, nn
 
+from ipufit.core import PipelineSchedule
 from ipufit.errors import PartitionError, brief_error
 from ipufit.planner.measure import CallTrace, Segment
 from ipufit.planner.pipeline_schedule import in_flight
@@ -31,22 +32,26 @@ IPU_MEMORY = TILES * TILE_MEMORY
 
 @dataclasses.dataclass(frozen=True)
 class StageCost:
-    """Costs of one stage. Sizes are bytes, of one IPU of one replica.
+    """Memory and work of one stage; sizes are bytes, on one IPU of one replica.
+
+    :attr:`ipufit.PartitionPlan.costs` has one for every stage.
 
     Attributes:
-        name: of the module that begins it.
+        name: of the module that begins the stage.
         parameters: number of values in the parameters that it uses.
         weight_bytes: parameters and buffers.
         gradient_bytes: one accumulator per trained parameter.
         optimizer_bytes: the optimizer's state.
         activation_bytes: what autograd keeps of one micro-batch.
-        input_bytes: what comes from other stages and from the batch, of one micro-batch.
+        input_bytes: inputs of one micro-batch, from other stages and from the batch.
         kept_input_bytes: the part of the activations that is input.
-        checkpoint_bytes: outputs of layers from which recomputation starts too, likewise.
-        recomputed_bytes: activations that recomputation makes at a time, at most.
+        checkpoint_bytes: outputs, of one micro-batch, of layers from which recomputation starts.
+        recomputed_bytes: the most activations that recomputation computes at a time.
         recomputed_clocks: time of the forward pass up to the last such output.
-        forward_flops, backward_flops: of one micro-batch.
-        forward_clocks, backward_clocks: a measure of the time for one micro-batch.
+        forward_flops: of the forward pass of one micro-batch.
+        backward_flops: of its backward pass.
+        forward_clocks: a measure of the time of the forward pass of one micro-batch.
+        backward_clocks: a measure of the time of its backward pass.
     """
 
     name: str
@@ -66,12 +71,16 @@ class StageCost:
     recomputed_clocks: float
 
     def activations(self, micro_batches: int, recompute: bool = False) -> int:
-        """Bytes of activations with so many micro-batches in flight.
+        """Bytes of activations.
 
-        Recomputation keeps inputs and checkpoints alone, and makes the rest of one micro-batch
-        anew, from one of them to the next. Of a single micro-batch in flight nothing is recomputed
-        after the last checkpoint, and nothing at all without one. Where nothing is kept, as
-        before the first trained weight, nothing is wanted again.
+        Recomputation keeps only inputs and checkpoints, and computes the rest of one micro-batch
+        again, from one of them to the next. With a single micro-batch in flight, nothing is
+        recomputed after the last checkpoint, and nothing at all if there is none. If nothing is
+        kept, as before the first trained weight, nothing is recomputed.
+
+        Args:
+            micro_batches: how many are in flight.
+            recompute: whether activations are recomputed.
         """
         if not self.activation_bytes:
             return 0
@@ -80,17 +89,29 @@ class StageCost:
         return micro_batches * (self.input_bytes + self.checkpoint_bytes) + self.recomputed_bytes
 
     def backward(self, micro_batches: int, recompute: bool = False) -> float:
-        """Clocks of the backward pass, a recomputed forward pass included."""
+        """Clocks of the backward pass, including a recomputed forward pass.
+
+        Args:
+            micro_batches: how many are in flight.
+            recompute: whether activations are recomputed.
+        """
         again = self.forward_clocks if micro_batches > 1 else self.recomputed_clocks
         return self.backward_clocks + (again if recompute and self.activation_bytes else 0.0)
 
-    def memory(self, stage: int, stages: int, schedule: str, recompute: bool) -> int:
-        """Bytes in all, as this stage of so many."""
+    def memory(self, stage: int, stages: int, schedule: PipelineSchedule, recompute: bool) -> int:
+        """Bytes of the stage with all that it keeps.
+
+        Args:
+            stage: its number, from 0.
+            stages: how many there are.
+            schedule: of the pipeline.
+            recompute: whether activations are recomputed.
+        """
         fixed = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
         return fixed + self.activations(in_flight(schedule, stage, stages), recompute)
 
 
-def memory_of(costs: Sequence[StageCost], schedule: str, recompute: bool) -> List[int]:
+def memory_of(costs: Sequence[StageCost], schedule: PipelineSchedule, recompute: bool) -> List[int]:
     """Bytes that each stage takes."""
     return [c.memory(stage, len(costs), schedule, recompute) for stage, c in enumerate(costs)]
 

@@ -10,7 +10,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
-from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
+from ipufit.core import PipelineSchedule
+from ipufit.errors import ConfigurationError, PartitionError
 from ipufit.partition.request import PartitionRequest, count_of
 from ipufit.planner.costs import TILE_MEMORY, TILES, StageCost, by_ipu, memory_of, times_of
 from ipufit.planner.pipeline_schedule import (
@@ -22,6 +23,7 @@ from ipufit.planner.pipeline_schedule import (
 )
 from ipufit.planner.rendering import WIDTH, columns, flops, share, size
 from ipufit.utils.console import TextReport
+from ipufit.utils.error_collector import one_of
 
 __all__ = ["PartitionPlan", "Planned", "apply_plan", "fingerprint"]
 
@@ -43,14 +45,14 @@ class Planned:
         gradient_accumulation: micro-batches of an update.
         replicas: copies of the model.
         strategy: "pipelined" or "sharded".
-        schedule: of the pipeline, one of SCHEDULES.
+        schedule: of the pipeline: "grouped", "interleaved" or "sequential".
         recompute: whether activations are recomputed.
         memory: bytes of an IPU that may be used.
-        unused: parameters that the module does not use.
+        unused: names of parameters that the module does not use.
         checkpoints: layers from whose outputs recomputation starts, besides the inputs of stages.
         with_loss: whether the loss is counted, for which the batch must have a target.
-        fingerprint: of the module's layers and parameters.
-        places: the IPU of each stage, where one goes back to an earlier IPU; else none.
+        fingerprint: hash of the module's layers and parameters.
+        places: IPU of each stage if one of them goes back to an earlier IPU; otherwise empty.
     """
 
     title: str
@@ -59,7 +61,7 @@ class Planned:
     gradient_accumulation: int
     replicas: int
     strategy: str
-    schedule: str
+    schedule: PipelineSchedule
     recompute: bool
     memory: int
     unused: Tuple[str, ...] = ()
@@ -70,7 +72,7 @@ class Planned:
 
 
 class PartitionPlan(TextReport):
-    """An estimate of what the stages of a model take; ``print`` shows it as tables.
+    """Estimate of the memory and time that the stages of a model need; ``print`` shows tables.
 
     Memory is counted tensor by tensor: weights, accumulated gradients, the optimizer's state and
     what autograd keeps. Code, exchange buffers and temporary results come on top, which only the
@@ -78,12 +80,12 @@ class PartitionPlan(TextReport):
     :meth:`ipufit.Model.plan` makes it. See docs/planner.md.
 
     Args:
-        costs: an ``ipufit.planner.costs.StageCost`` for every stage.
-        planned: an ``ipufit.planner.partition_plan.Planned``: how the stages are used.
+        costs: a :class:`ipufit.planner.costs.StageCost` for every stage.
+        planned: a :class:`ipufit.planner.partition_plan.Planned`: settings of the estimate.
 
     Attributes:
         costs: of every stage.
-        planned: how the stages are used.
+        planned: settings that the estimate is for.
         stages: modules that begin a stage, by name, with its number, or a pair of that and its IPU
             where a stage goes back to an earlier one. ``compile(parallel=plan)`` takes the plan
             itself, ``Parallel(stages=plan.stages)`` leaves out its checks.
@@ -133,7 +135,9 @@ class PartitionPlan(TextReport):
         return [(f + b) / whole if whole else 0.0 for f, b in zip(forward, backward)]
 
     def utilisation(
-        self, gradient_accumulation: Optional[int] = None, schedule: Optional[str] = None
+        self,
+        gradient_accumulation: Optional[int] = None,
+        schedule: Optional[PipelineSchedule] = None,
     ) -> float:
         """Share of the time of an update in which an IPU works, over all IPUs.
 
@@ -149,7 +153,9 @@ class PartitionPlan(TextReport):
         """
         return self.timeline(gradient_accumulation, schedule).utilisation
 
-    def least_accumulation(self, utilisation: float, schedule: Optional[str] = None) -> int:
+    def least_accumulation(
+        self, utilisation: float, schedule: Optional[PipelineSchedule] = None
+    ) -> int:
         """The smallest ``gradient_accumulation`` that reaches a utilisation.
 
         It fills the pipeline too, as PopTorch demands.
@@ -184,7 +190,9 @@ class PartitionPlan(TextReport):
         return accumulation
 
     def timeline(
-        self, gradient_accumulation: Optional[int] = None, schedule: Optional[str] = None
+        self,
+        gradient_accumulation: Optional[int] = None,
+        schedule: Optional[PipelineSchedule] = None,
     ) -> Timeline:
         """When every stage works on which micro-batch, in one update.
 
@@ -193,8 +201,8 @@ class PartitionPlan(TextReport):
             schedule: as for :meth:`utilisation`.
 
         Returns:
-            An ``ipufit.planner.pipeline_schedule.Timeline`` of ``tasks``; the unit of their times
-            is that of one micro-batch through all stages and back.
+            A :class:`ipufit.planner.pipeline_schedule.Timeline`; its unit of time is
+            that of one micro-batch through all stages and back.
         """
         count = count_of("gradient_accumulation", gradient_accumulation)
         count = count or self.planned.gradient_accumulation
@@ -288,12 +296,10 @@ class PartitionPlan(TextReport):
         fits = "fits" if self.fits else "does not fit"
         return f"PartitionPlan({planned.title}, {stages}, {planned.strategy}, {fits})"
 
-    def _schedule(self, schedule: Optional[str]) -> str:
+    def _schedule(self, schedule: Optional[PipelineSchedule]) -> PipelineSchedule:
         if schedule is None:
             return self.planned.schedule
-        if schedule not in SCHEDULES:
-            raise UnknownNameError("schedule", str(schedule), SCHEDULES)
-        return schedule
+        return one_of("schedule", schedule, PipelineSchedule)
 
 
 def _stage_title(stage: int, cost: StageCost, ipu: Optional[int] = None) -> str:

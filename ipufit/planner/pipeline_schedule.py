@@ -18,9 +18,11 @@ class Task:
     """Work of one stage on one micro-batch.
 
     Attributes:
-        stage, micro_batch: which, from 0.
+        stage: number of the stage, from 0.
+        micro_batch: number of the micro-batch in the update, from 0.
         is_backward: whether it is the backward pass.
-        begin, end: when, in the unit of the stages' times.
+        begin: when it begins; see :meth:`ipufit.PartitionPlan.timeline` for the unit.
+        end: when it ends.
     """
 
     stage: int
@@ -35,9 +37,9 @@ class Timeline:
     """Tasks of all stages in one weight update.
 
     Attributes:
-        tasks: in the order of their beginning.
+        tasks: all of them, in the order in which they begin.
         total: end of the last one.
-        utilisation: share of the time that an IPU works, over all IPUs of a replica.
+        utilisation: share of the time in which an IPU works, over all IPUs of a replica.
     """
 
     tasks: Tuple[Task, ...]

@@ -7,6 +7,7 @@ from typing import Callable, Optional, Sequence, Tuple
 
 from torch import nn
 
+from ipufit.core import PipelineSchedule
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import GRAPH
 from ipufit.core.plan import Plan, round_up
@@ -39,7 +40,7 @@ def plan_partition(
     request: PartitionRequest,
     ipus: Optional[int] = None,
     gradient_accumulation: Optional[int] = None,
-    schedule: str = SCHEDULES[0],
+    schedule: PipelineSchedule = SCHEDULES[0],
     recompute: object = None,
     ipu_memory: Optional[int] = None,
 ) -> PartitionPlan:
@@ -149,10 +150,10 @@ def _recomputation(
     return resolve_recompute(divided.module, recompute, GRAPH), lambda strategy, count: True
 
 
-def _checked(schedule: str, memory: Optional[int]) -> Tuple[str, int]:
+def _checked(schedule: PipelineSchedule, memory: Optional[int]) -> Tuple[PipelineSchedule, int]:
     faults = ErrorCollector()
     with faults.collect():
-        one_of("schedule", schedule, SCHEDULES)
+        one_of("schedule", schedule, PipelineSchedule)
     with faults.collect():
         whole = isinstance(memory, int) and not isinstance(memory, bool)
         if memory is not None and not (whole and memory > 0):
@@ -254,7 +255,7 @@ def _estimated(partition: Optional[Partition]) -> _Wanted:
 def _smallest(
     estimator: PartitionEstimator,
     counts: Sequence[int],
-    schedule: str,
+    schedule: PipelineSchedule,
     recompute: Callable[[int], bool],
     memory: int,
 ) -> Divided:

@@ -9,6 +9,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tu
 import torch
 from torch import nn
 
+from ipufit.core import PipelineSchedule
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import TrainConfig
 from ipufit.errors import PartitionError
@@ -191,7 +192,7 @@ def best_division(
     costs: Costs,
     cuts: Sequence[SplitPoint],
     stages: int,
-    schedule: str,
+    schedule: PipelineSchedule,
     recompute: bool,
     memory: Optional[int],
     limit: float = math.inf,
@@ -261,7 +262,7 @@ def best_division(
 _WORTH = 1.05
 
 
-def schedule_of(strategy: str, schedule: Optional[str] = None) -> str:
+def schedule_of(strategy: str, schedule: Optional[PipelineSchedule] = None) -> PipelineSchedule:
     """Find the schedule: PopTorch's, or the requested one; "sequential" where sharded."""
     if strategy == "sharded":
         return "sequential"
@@ -353,7 +354,11 @@ class PartitionEstimator:
         return self._along([starts[stage] for stage in range(partition.stages)])
 
     def divide(
-        self, stages: int, schedule: str, recompute: bool = False, memory: Optional[int] = None
+        self,
+        stages: int,
+        schedule: PipelineSchedule,
+        recompute: bool = False,
+        memory: Optional[int] = None,
     ) -> Optional[Divided]:
         """Find the best division into so many stages.
 

@@ -50,15 +50,15 @@ _LENGTH = 8  # bytes of a number
 class Processes:
     """Process group of a run, as one of its processes sees it.
 
-    With one process every method returns its own argument, and nothing is connected.
+    :func:`ipufit.distributed` returns it. With one process, nothing is connected.
 
     Attributes:
         process_id: rank of this process, from 0.
         num_processes: world size.
-        launcher: what started them, for reports.
+        launcher: what started the processes, for reports.
         local_id: number of this process among those of its machine; 0 if unknown.
-        place: where they meet; None where torch.distributed is initialised already.
-        timeout: seconds that one waits for another.
+        place: where the processes meet; None if torch.distributed is initialised already.
+        timeout: seconds that a process waits for another one.
     """
 
     process_id: int = 0

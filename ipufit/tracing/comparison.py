@@ -114,18 +114,23 @@ _REFERENCES = {
 class Difference:
     """Distance of one value of the program from the reference.
 
+    :attr:`ipufit.Comparison.differences` has those above the tolerance.
+
     Attributes:
         kind: "operator", "module", "loss", "gradient", "buffer"; or "lowering" for a result that is
-            right in the recorded graph, and not in what runs in its place.
+            right in the recorded graph, but wrong in what runs in its place.
         name: of the operator, such as "aten.mm.default"; of the module, "" for the user's own; of
             the parameter or buffer; "loss".
-        module, module_kind: whose operator it is, and its class; None and "" where it is none's.
+        module: name of the module that the operator belongs to; None if it belongs to no module.
+        module_kind: class of that module; "" if there is none.
         node: name of the operator in the recorded graph; None for other kinds.
         is_backward: whether the operator is one of the backward pass.
-        file, line, source: the user's line, of an operator.
+        file: source file of the user's line that calls the operator; None for other kinds.
+        line: number of that line.
+        source: its text.
         absolute: the largest difference of two elements.
-        relative: the same, of the largest magnitude in the reference.
-        tolerance: what ``absolute`` may be at most.
+        relative: ``absolute`` divided by the largest magnitude in the reference.
+        tolerance: largest ``absolute`` that is accepted.
     """
 
     kind: str
@@ -175,11 +180,11 @@ class Comparison(TextReport):
 
     Attributes:
         reference: "eager" or "float64".
-        differences: all that pass the tolerance, in the order in which they were computed.
+        differences: all that exceed the tolerance, in the order in which they were computed.
         counts: how many of each kind were compared.
         largest: of the operators, the one with the largest relative difference, within the
             tolerance or not; None if none was compared.
-        how: how the program runs, as ``explain`` has it.
+        how: how the program runs, as ``explain`` says it.
     """
 
     reference: str
@@ -190,7 +195,7 @@ class Comparison(TextReport):
 
     @property
     def ok(self) -> bool:
-        """True if nothing passes the tolerance."""
+        """True if no difference exceeds the tolerance."""
         return not self.differences
 
     @property
@@ -207,7 +212,7 @@ class Comparison(TextReport):
         return next((each for each in self.differences if each.kind == kind), None)
 
     def as_dict(self) -> Dict[str, object]:
-        """All of it as plain numbers, texts, lists and dicts."""
+        """Return everything as plain numbers, texts, lists and dicts."""
         values = dataclasses.asdict(self)
         values["differences"] = [dataclasses.asdict(each) for each in self.differences]
         return {"ok": self.ok, **values}

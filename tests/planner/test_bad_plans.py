@@ -203,11 +203,8 @@ def test_questions_about_a_pipeline_that_have_no_answer():
     )
     text = refused(ConfigurationError, lambda: plan.utilisation(0))
     assert text == "gradient_accumulation must be a positive whole number or None, got 0."
-    text = refused(UnknownNameError, lambda: plan.timeline(schedule="groupd"))
-    assert text == (
-        "unknown schedule 'groupd'. Did you mean 'grouped'? Known names: grouped, interleaved, "
-        "sequential."
-    )
+    text = refused(ConfigurationError, lambda: plan.timeline(schedule="groupd"))
+    assert text == ("schedule must be one of 'grouped', 'interleaved', 'sequential', got 'groupd'.")
 
 
 def test_an_optimizer_that_fails_on_zeros_is_named():

@@ -27,17 +27,19 @@ __all__ = ["InvarianceCause", "InvarianceReport", "InvarianceSetting", "find_cau
 
 @dataclasses.dataclass(frozen=True)
 class InvarianceSetting:
-    """One way of making updates of the same samples, and what came of it.
+    """One way to divide updates of the same samples, and its result.
 
     Attributes:
         batch_size: samples of a micro-batch.
-        gradient_accumulation, replicas, device_iterations: as of ``fit``.
+        gradient_accumulation: micro-batches that each replica sums for one update.
+        replicas: copies of the model.
+        device_iterations: updates in one call of the program.
         loss: mean over the updates.
-        loss_difference: from that of the first setting.
-        difference: of the weights after the updates from those of the first setting: the largest
-            one, of the largest magnitude in its tensor.
-        parameter: the one with that difference.
-        ok: whether all is within the tolerance.
+        loss_difference: from the loss of the first setting.
+        difference: largest difference of a weight after the updates from the first setting,
+            divided by the largest magnitude in its tensor.
+        parameter: name of the parameter with that difference.
+        ok: whether loss and weights are within the tolerance.
     """
 
     batch_size: int
@@ -58,10 +60,10 @@ class InvarianceCause:
     Attributes:
         module: name of the module, "" for the user's own, "loss" for the loss.
         kind: "batch", if rows depend on the other rows of the micro-batch; "state", if a second
-            call with the same rows yields other values; "random", if numbers are
-            drawn; "sum", if the loss adds where a mean is wanted, or the reverse; "loss", if it
-            looks at several samples at once; "unknown".
-        text: what was seen.
+            call with the same rows gives other values; "random", if random numbers are drawn;
+            "sum", if the loss is a sum but gradients are averaged, or the reverse; "loss", if the
+            loss depends on several samples at once; "unknown".
+        text: what was observed.
         cure: what to do.
     """
 
@@ -79,11 +81,11 @@ class InvarianceReport(TextReport):
     """Result of updates with the same samples, divided in several ways.
 
     Attributes:
-        settings: what was tried; the first has all samples in one micro-batch.
-        causes: what breaks it; empty if nothing does.
-        samples: of each update.
-        updates: made with each setting.
-        dtype: in which it was computed.
+        settings: the ways that were tried; the first has all samples in one micro-batch.
+        causes: modules whose results depend on the division; empty if all settings agree.
+        samples: number of samples in each update.
+        updates: number of updates with each setting.
+        dtype: in which everything was computed.
     """
 
     settings: Tuple[InvarianceSetting, ...]

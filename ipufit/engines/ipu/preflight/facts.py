@@ -274,7 +274,9 @@ def _attribute(thing: object, name: str) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A row of the table.
+    """One statement about PopTorch 3.4, with the place where its source or guide says so.
+
+    A :class:`ipufit.PreflightFinding` has the fact that it is about.
 
     Attributes:
         group: "operators", "layers", "losses", "optimizers", "settings", "dtypes" or
@@ -282,12 +284,13 @@ class Fact:
         key: its name, of which there is one in the table.
         subject: what it is looked up by: an operator such as "aten::topk", the name of a class, a
             setting, a dtype, or the cause of a failed recording.
-        verdict: SUPPORTED, LIMITED or UNSUPPORTED; UNKNOWN where there is nothing to go by.
+        verdict: "supported", "supported with limits", "not supported", or "unknown" if neither
+            source nor guide mentions it.
         says: what PopTorch's documentation or source says, in our words.
-        places: where it does so, the documentation first.
-        cure: what to do instead; empty where nothing has to be done.
-        when: the condition under which it holds, as in the file; empty for always.
-        example: code that the fact is about; empty for what is supported.
+        places: the lines that say so, those of the documentation first.
+        cure: what to do instead; "" if nothing has to be done.
+        when: the condition under which it holds; empty if it always does.
+        example: code that the fact is about; "" for what is supported.
     """
 
     group: str
@@ -301,7 +304,11 @@ class Fact:
     example: str = ""
 
     def applies(self, thing: object) -> bool:
-        """Return True if the fact holds for a call, module, parameter group, dtype or tensor."""
+        """Return True if the fact holds for something in a model.
+
+        Args:
+            thing: a call of an operator, a module, a parameter group, a dtype or a tensor.
+        """
         if isinstance(self.when, str):
             return CONDITIONS[self.when](thing)
         return all(
@@ -310,7 +317,7 @@ class Fact:
         )
 
     def as_dict(self) -> Dict[str, object]:
-        """Return what a report says of the fact, for JSON."""
+        """Return the fact as plain values, as reports have it in JSON."""
         return {
             "group": self.group,
             "key": self.key,
