@@ -43,7 +43,7 @@ def of(path, reason="", failures=0, arguments="", prepare=library):
         PASSES,
         reason,
         arguments=f"{arguments}-p no:cacheprovider -W ignore --external-datasets-dir={{work}}",
-        adaptation="made-up QM9 and Cora",
+        adaptation="random data in place of QM9 and Cora",
         prepare=prepare,
         graphs=("qm9/all", "planetoid/Cora"),
         folder="tests",
@@ -53,28 +53,28 @@ def of(path, reason="", failures=0, arguments="", prepare=library):
     )
 
 
-OF_EQUALS = "which of equal numbers topk takes: the first on an IPU, any in torch"
+TIES = "one expects topk to choose the first of equal numbers, as on an IPU; torch may choose any"
 
 PROGRAMS = (
     of("tests/gnn/nn/conv"),
     of("tests/gnn/nn/norm"),
     of(
         "tests/gnn/nn",
-        f"one asks {OF_EQUALS}",
+        TIES,
         failures=1,
         arguments="--ignore=gnn/nn/conv --ignore=gnn/nn/norm ",
     ),
-    of("tests/gnn/ops", f"one asks {OF_EQUALS}", failures=1),
+    of("tests/gnn/ops", TIES, failures=1),
     of(
         "tests/gnn",
-        "one asks for the base classes of poptorch.DataLoader, of which the stand-in has one more",
+        "one checks the base classes of poptorch.DataLoader; the stand-in has one more",
         failures=1,
         arguments="--ignore=gnn/nn --ignore=gnn/ops -p without_metis ",
         prepare=clusters,
     ),
     of(
         "tests/pyg_torch_scatter_test.py",
-        "two read lines of the compiler's log",
+        "two read the compiler's log",
         failures=2,
     ),
 )

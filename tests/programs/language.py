@@ -92,7 +92,7 @@ VARIABLES = {
     "TORCH_HOME": "{work}/torch",
     "WANDB_MODE": "disabled",
 }
-NO_COMPILER = "`examples_utils.load_lib`, which compiles operators in C++, does nothing"
+NO_COMPILER = "`examples_utils.load_lib`, which compiles C++ operators, does nothing"
 NO_OPERATORS = "a `custom_ops.so` without operators"
 NO_LOGGER = "a `dllogger` that logs nothing"
 
@@ -429,10 +429,10 @@ PROGRAMS = (
         arguments="--config demo_tiny_128 --vocab-size 500 --hidden-size 32 --num-epochs 1 "
         "--gradient-accumulation 9 --wandb false --squad-do-training True "
         "--squad-do-validation True --matmul-proportion 0.3 --sequence-length 384",
-        adaptation=f"made-up questions, tokenizer and metric; {NO_COMPILER}",
+        adaptation=f"substitutes for questions, tokenizer and metric; {NO_COMPILER}",
         updates=1000,
     ),
-    program(f"{BERT}/pretraining_data.py", RUNS, bert, adaptation="made-up tokenizer"),
+    program(f"{BERT}/pretraining_data.py", RUNS, bert, adaptation="a substitute tokenizer"),
     suite(BERT, "accuracy_test", bert),
     suite(BERT, "argparse_test", bert),
     suite(
@@ -440,11 +440,11 @@ PROGRAMS = (
         "bert_tiny_test",
         bert,
         arguments="-k help",
-        reason="seven of its eight tests train 360 updates each, hours on two cores, and were "
-        "left out",
+        reason="seven of its eight tests were left out: each trains 360 updates, which takes "
+        "hours on two cores",
     ),
     suite(BERT, "checkpoint_test", bert),
-    suite(BERT, "cpu_ipu_test", bert, adaptation=f"made-up tokenizer; {NO_COMPILER}"),
+    suite(BERT, "cpu_ipu_test", bert, adaptation=f"a substitute tokenizer; {NO_COMPILER}"),
     unreachable(
         f"{BERT}/data/packing/shuffle_packed_data.py",
         "reads the configuration `pretrain_base_128_packed`, which its own file lacks",
@@ -454,8 +454,10 @@ PROGRAMS = (
         "not run: its configuration starts 64 processes that read files of Wikipedia",
     ),
     unreachable(f"{BERT}/tests/recompute_checkpoint_test.py", "counts operators of PopART's graph"),
-    unreachable(f"{BERT}/tests/packing_script_test.py", "skips itself: it needs Wikipedia"),
-    unreachable(f"{BERT}/tests/wikipedia_dataset_test.py", "skips itself: it needs Wikipedia"),
+    unreachable(f"{BERT}/tests/packing_script_test.py", "skips itself, because it needs Wikipedia"),
+    unreachable(
+        f"{BERT}/tests/wikipedia_dataset_test.py", "skips itself, because it needs Wikipedia"
+    ),
     unreachable(f"{BERT}/tests_serial/poprun_test.py", "needs PopRun"),
     unreachable(f"{BERT}/tests_serial/tritonserver/multi_client_test.py", "needs a Triton server"),
     unreachable(f"{BERT}/run_benchmark_with_triton_server.py", "needs a Triton server"),
@@ -478,7 +480,7 @@ PROGRAMS = (
         gpt2,
         arguments="--model-name-or-path gpt2 --single-ipu true --fp16 true --poptorch-loop true "
         "--input-len 8 --output-len 8 --prompt dog",
-        adaptation=f"two small layers of random weights; {NO_COMPILER}",
+        adaptation=f"two small layers with random weights; {NO_COMPILER}",
     ),
     program(
         f"{GPT2}/text_generate_gpt2.py",
@@ -492,14 +494,14 @@ PROGRAMS = (
         f"{GPT2}/tasks/evaluate_lambada.py",
         RUNS,
         arguments=f"--valid-data {{work}}/lambada.jsonl {EVALUATION}",
-        adaptation="made-up texts; two small layers of random weights",
+        adaptation="random texts; two small layers with random weights",
         prepare=gpt2,
         folder=GPT2,
         variables={**VARIABLES, "PYTHONPATH": "{work}/packages:{source}/" + GPT2},
     ),
     unreachable(
         f"{GPT2}/tasks/evaluate_wiki.py",
-        "reads `args.pretrained_checkpoint`, which its own arguments lack",
+        "reads `args.pretrained_checkpoint`, which is not one of its arguments",
     ),
     suite(GPT2, "cpu_ipu_test"),
     suite(GPT2, "loss_seralize_test"),
@@ -508,14 +510,15 @@ PROGRAMS = (
         "tokenizer_test",
         gpt2,
         arguments="-p no:skipping",
-        adaptation="its mark to skip it is not looked at; the tokenizer is made of its own files",
+        adaptation="run although it is marked as skipped; the tokenizer is built from files of "
+        "its repository",
     ),
     program(
         f"{CONFORMER}/main.py",
         TRAINS,
         speech,
         arguments=f"train {CONFORMER_SIZES} --trainer.num_epochs 2",
-        adaptation=f"made-up tones and letters; small sizes, float32; {NO_OPERATORS}",
+        adaptation=f"synthetic tones and letters; small sizes, float32; {NO_OPERATORS}",
         seconds=900,
     ),
     program(
@@ -524,7 +527,7 @@ PROGRAMS = (
         speech,
         before=(f"main.py train {CONFORMER_SAVED}",),
         arguments=CONFORMER_VALIDATE,
-        adaptation=f"the same, of the weights of two epochs of training; {NO_OPERATORS}",
+        adaptation=f"the same, with the weights after two epochs of training; {NO_OPERATORS}",
         seconds=1200,
     ),
     program(
@@ -547,8 +550,8 @@ PROGRAMS = (
         "--pitch-mean-std-file {work}/pitch.json --epochs 1 --batch-size 1 "
         "--gradient-accumulation 3 --num-dataloader-workers 1 --learning-rate 0.1 "
         "--optimizer lamb --in-fft-n-layers 1 --out-fft-n-layers 1",
-        adaptation="random spectra, since its generated data is all zeros, of which its loss is "
-        f"0 / 0; one layer each; {NO_LOGGER}",
+        adaptation="random spectra, because its generated data is all zeros, for which its loss "
+        "is 0 / 0; one layer each; {NO_LOGGER}",
         seconds=1200,
     ),
     program(
@@ -557,10 +560,10 @@ PROGRAMS = (
         sounds,
         arguments="--dataset-path {work} --wav-text-filelist {work}/files.txt --batch-size 2 "
         "--log-file {work}/log.json --extract-mels --extract-durations --extract-pitch-char",
-        adaptation=f"made-up tones; Tacotron of random weights; {NO_LOGGER}",
+        adaptation=f"synthetic tones; Tacotron with random weights; {NO_LOGGER}",
     ),
     unreachable(
-        f"{FASTPITCH}/inference.py", "needs CUDA: it times each model by `torch.cuda.synchronize`"
+        f"{FASTPITCH}/inference.py", "needs CUDA: it measures times with `torch.cuda.synchronize`"
     ),
     suite(FASTPITCH, "test_layers"),
     program(
@@ -568,13 +571,14 @@ PROGRAMS = (
         TRAINS,
         captions,
         arguments=CLIP_SIZES,
-        adaptation="made-up pictures and captions; small sizes, where the gradient of the texts' "
-        "embedding is 70, and times its own loss scale of 1024 no float16",
+        adaptation="random pictures and captions; small sizes and a smaller loss scale: the "
+        "gradient of the text embedding is 70, and its own loss scale of 1024 would overflow "
+        "float16",
         seconds=1200,
     ),
     suite(CLIP, "cpu_ipu_test"),
     unreachable(
-        f"{CLIP}/zero_shot.py", "calls `tokenize` without its own required `bpe_vocab_path`"
+        f"{CLIP}/zero_shot.py", "calls `tokenize` without `bpe_vocab_path`, which is required"
     ),
     program(
         f"{FROZEN}/run.py",
@@ -587,15 +591,15 @@ PROGRAMS = (
     suite(FROZEN, "cpu_ipu_test", video, adaptation="random weights"),
     unreachable(
         f"{FROZEN}/tests/test_train.py",
-        "its package `examples_tests` is in no package index; the program that it starts is above",
+        "its package `examples_tests` is in no package index; it starts the program above",
     ),
     program(
         f"{DALLE}/train.py",
         TRAINS,
         vqgan,
         arguments=f"{DALLE_SIZES} --epochs 3",
-        adaptation="its own unit-test configuration; made-up pictures and captions, and "
-        "`youtokentome`; a small VQGAN of random weights",
+        adaptation="its own unit-test configuration; random pictures and captions, and "
+        "`youtokentome`; a small VQGAN with random weights",
     ),
     program(
         f"{DALLE}/generate.py",
@@ -604,8 +608,8 @@ PROGRAMS = (
         before=(f"train.py {DALLE_SIZES} --epochs 1",),
         arguments="--dalle_path {work}/out/dalle_1.pt --text dog --num_images 1 --batch_size 1 "
         "--outputs_dir {work}/pictures --bpe_path models/bpe/bpe_yttm_vocab.txt",
-        adaptation="the weights that an epoch of the training above writes",
+        adaptation="the weights after one epoch of the training above",
         seconds=1200,
     ),
-    suite(DALLE, "cpu_ipu_test", vqgan, adaptation="a small VQGAN of random weights"),
+    suite(DALLE, "cpu_ipu_test", vqgan, adaptation="a small VQGAN with random weights"),
 )

@@ -22,7 +22,7 @@ PROGRAMS = [
     Program(
         "tests/test_accelerator.py",
         PASSES,
-        "ten are marked as expected to fail, two as skipped, by themselves",
+        "ten are marked as expected failures, two as skipped",
         **QUIET,
     ),
     Program("tests/test_utils.py", PASSES, **QUIET),

@@ -42,7 +42,7 @@ def text(source, work):
     (source / RNN / "shakespeare.txt").write_text(made, encoding="utf-8")
 
 
-def tutorial(name, rows, adaptation="made-up data", **how):
+def tutorial(name, rows, adaptation="random data", **how):
     folder = f"{CNNS}/tutorials"
     path, prepare = f"{folder}/{name}.py", clothes(f"{folder}/FashionMNIST", rows)
     return Program(path, TRAINS, adaptation=adaptation, prepare=prepare, **how)
@@ -52,12 +52,12 @@ PROGRAMS = [
     Program(f"{CNNS}/tutorials/custom_losses.py", TRAINS),
     tutorial("simple_lightning_ipu", 1600),
     tutorial(
-        "pipelined_ipu", 26_000, "made-up data; an execution is 50 updates", updates=1, seconds=1200
+        "pipelined_ipu", 26_000, "random data; an execution is 50 updates", updates=1, seconds=1200
     ),
     tutorial(
         "ipu_strategy_and_dataloading",
         20_000,
-        "made-up data; an execution is 300 updates",
+        "random data; an execution is 300 updates",
         updates=1,
         seconds=1800,
     ),
@@ -66,8 +66,8 @@ PROGRAMS = [
             f"{FASHION}/train.py",
             TRAINS,
             arguments=f"--model {model} --ipus 1 --num-epochs 1",
-            adaptation="made-up data; on one IPU, where an execution is 250 updates; the "
-            "notebooks beside it have the same code",
+            adaptation="random data; on one IPU, where an execution is 250 updates; the notebooks "
+            "next to it have the same code",
             prepare=clothes(f"{FASHION}/fashionmnist_data", 8000),
             updates=1,
             seconds=1200,
@@ -85,7 +85,7 @@ PROGRAMS = [
         f"{RNN}/train.py",
         TRAINS,
         arguments="--ipus 2 --epochs 1",
-        adaptation="made-up text; an execution is 500 updates",
+        adaptation="random text; an execution is 500 updates",
         prepare=text,
         updates=1,
         seconds=1200,
@@ -93,12 +93,11 @@ PROGRAMS = [
     Program(
         f"{CNNS}/test/smoke_test.py",
         OUT_OF_REACH,
-        "its package `examples_tests` is in no package index; the programs that it starts are "
-        "those above",
+        "its package `examples_tests` is in no package index; it starts the programs above",
     ),
     Program(
         f"{RNN}/smoke_test.py",
         OUT_OF_REACH,
-        "it downloads its text, and its package `examples_tests` is in no package index",
+        "downloads its text, and its package `examples_tests` is in no package index",
     ),
 ]

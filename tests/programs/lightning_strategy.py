@@ -38,7 +38,7 @@ PROGRAMS = [
     Program(
         "examples/pl_ipu/mnist_sample.py",
         TRAINS,
-        adaptation="made-up data",
+        adaptation="random data",
         prepare=digits,
         variables={"PL_USE_MOCKED_MNIST": "1"},
     ),

@@ -69,7 +69,7 @@ def of_examples(path, model, ipus, arguments, **fields):
         f"examples/{path}",
         TRAINS,
         arguments=made,
-        adaptation="a small model, made-up data",
+        adaptation="a small model, random data",
         prepare=lambda source, work: models(source, work, model),
         folder="",
         seconds=1800,
@@ -151,20 +151,20 @@ PROGRAMS = (
     Program(
         "examples/language-modeling/run_pretraining.py",
         OUT_OF_REACH,
-        "imports a name that optimum-graphcore 0.7.1 does not have",
+        "imports a name that is missing in optimum-graphcore 0.7.1",
     ),
     Program(
         "examples/question-answering/run_vqa.py",
         OUT_OF_REACH,
-        "imports a name that optimum-graphcore 0.7.1 does not have",
+        "imports a name that is missing in optimum-graphcore 0.7.1",
     ),
     Program("examples/text-classification/run_xnli.py", OUT_OF_REACH, "downloads XNLI"),
     of_tests("tests/test_modeling_utils.py", adaptation="", prepare=None),
     of_tests("tests/test_ipu_configuration.py"),
     of_tests(
         "tests/test_trainer.py",
-        "four tests push to the hub, and are left out; one trains in float16 at a rate of 1e9 and "
-        "asks for a loss that is no number, where what overflows is clipped",
+        "four tests push to the hub, and are left out; one trains in float16 with a learning rate "
+        "of 1e9 and expects a NaN loss, but here overflows are clipped",
         failures=1,
         arguments="-k not(push_to_hub)",
         adaptation="",
@@ -181,26 +181,26 @@ PROGRAMS = (
     of_tests("tests/test_registered.py", prepare=registered, seconds=3600),
     of_tests(
         "tests/pipelines/test_pipelines_fill_mask.py",
-        "one asks for the words of a downloaded model",
+        "one expects the words of a downloaded model",
         failures=1,
         seconds=1800,
     ),
     of_tests(
         "tests/pipelines/test_pipelines_token_classification.py",
-        "six ask for the labels, words and scores of downloaded models",
+        "six expect the labels, words and scores of downloaded models",
         failures=6,
         seconds=1800,
     ),
     of_tests(
         "tests/pipelines/test_pipelines_zero_shot.py",
         arguments="-k not(test_small_model_pt)",
-        adaptation="small models in local folders; without the one that asks which of three labels "
-        "a downloaded model prefers by a few thousandths",
+        adaptation="small models in local folders; without one that expects which of three labels "
+        "a downloaded model prefers, by a few thousandths",
         seconds=1800,
     ),
     of_tests(
         "tests/pipelines/test_pipelines_question_answering.py",
-        "two ask for the answers of a downloaded model, one asks the hub for a task",
+        "two expect the answers of a downloaded model, one asks the hub for a task",
         failures=3,
         seconds=1800,
     ),
@@ -212,6 +212,6 @@ PROGRAMS = (
     Program(
         "tests/test_custom_ops.py",
         OUT_OF_REACH,
-        "compiles C++ with the headers and libraries of Poplar",
+        "compiles C++ with Poplar's headers and libraries",
     ),
 )

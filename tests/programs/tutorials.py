@@ -232,7 +232,7 @@ def answers(source, work):
 
 
 def no_weights(source, work):
-    """A module that has torchvision take weights of no training for those of a download."""
+    """A module that has torchvision take random weights for those of a download."""
     (work / "sitecustomize.py").write_text(
         "import torchvision.models as models\n"
         "models.WeightsEnum.get_state_dict = lambda weights, **_: (\n"
@@ -257,7 +257,7 @@ def of_graphs(path, *names, environment="graphs", **rest):
         TRAINS,
         prepare=library,
         graphs=names,
-        adaptation="made-up graphs",
+        adaptation="random graphs",
         variables={"DATASETS_DIR": "{work}", "PYTHONPATH": "{work}"},
         environment=environment,
         **rest,
@@ -267,14 +267,14 @@ def of_graphs(path, *names, environment="graphs", **rest):
 def on_pictures(path, result=TRAINS, prepare=pictures, **rest):
     """A program on made-up pictures."""
     variables = {**HOME, **rest.pop("variables", {})}
-    adaptation = rest.pop("adaptation", "made-up pictures")
+    adaptation = rest.pop("adaptation", "random pictures")
     return Program(
         path, result, prepare=prepare, variables=variables, adaptation=adaptation, **rest
     )
 
 
 NO_DOWNLOAD = "a published model or data set is downloaded"
-NO_POPLAR = "C++ for IPUs, which the Poplar SDK compiles"
+NO_POPLAR = "C++ code for IPUs, which only the Poplar SDK compiles"
 NO_PROFILE = "libpva reads profiles that the Poplar SDK writes"
 
 PROGRAMS = (
@@ -286,13 +286,13 @@ PROGRAMS = (
     Program(
         TUTORIAL + "pytorch/pipelining/walkthrough_code_only.py",
         RUNS,
-        "outside of a notebook it names mnist_pipeline.py and ends",
+        "outside a notebook, it only names mnist_pipeline.py and ends",
     ),
     Program(TUTORIAL + "pytorch/efficient_data_loading/tuto_data_loading.py", TRAINS),
     Program(
         TUTORIAL + "pytorch/efficient_data_loading/walkthrough_code_only.py",
         RUNS,
-        "outside of a notebook it names tuto_data_loading.py and ends",
+        "outside a notebook, it only names tuto_data_loading.py and ends",
     ),
     on_pictures(TUTORIAL + "pytorch/observing_tensors/anchor_tensor_example.py"),
     on_pictures(TUTORIAL + "popvision/reading_pvti_files/poptorch_mnist.py"),
@@ -312,12 +312,12 @@ PROGRAMS = (
     on_pictures(
         FEATURE + "custom_op/poptorch_custom_op.py",
         prepare=compiled_operator,
-        adaptation="made-up pictures; an empty library where the compiled operator would be",
+        adaptation="random pictures; an empty library in place of the compiled operator",
     ),
     Program(
         FEATURE + "custom_op/leaky_relu_example/run_leaky_relu.py",
         OUT_OF_REACH,
-        "a graph of PopART, which comes with the Poplar SDK",
+        "needs PopART, which comes with the Poplar SDK",
     ),
     Program(FEATURE + "custom_op/cube_op_example/tests/test_cube_op.py", OUT_OF_REACH, NO_POPLAR),
     on_pictures(
@@ -342,13 +342,13 @@ PROGRAMS = (
     Program(
         FEATURE + "popdist/tests/test_popdist_training.py",
         OUT_OF_REACH,
-        "poprun starts it, which comes with the Poplar SDK",
+        "needs poprun, which comes with the Poplar SDK",
     ),
     Program(
         MEMORY + "pytorch_demo.py",
         RUNS,
-        "it trains nothing; three of its 3,000 executions",
-        adaptation="weights of no training",
+        "inference only; stopped after three of 3,000 executions",
+        adaptation="random weights",
         prepare=no_weights,
         variables={"PYTHONPATH": "{work}"},
         calls=3,
@@ -356,12 +356,12 @@ PROGRAMS = (
     Program(
         MEMORY + "tests/pytorch/test_all.py",
         OUT_OF_REACH,
-        "they wait for an IPU that has no memory left",
+        "they expect an IPU to run out of memory",
     ),
     Program(
         TUTORIAL + "pytorch/finetuning_bert/Fine-tuning-BERT.py",
         TRAINS,
-        adaptation="made-up questions; 24 layers of 32 features instead of 1024; a later "
+        adaptation="random questions; 24 layers of 32 features instead of 1024; a later "
         "transformers, 4.20.1",
         prepare=answers,
         variables={**OFFLINE, "PYTHONPATH": "{work}"},
@@ -371,7 +371,7 @@ PROGRAMS = (
     Program(
         TUTORIAL + "pytorch/vit_model_training/walkthrough_code_only.py",
         TRAINS,
-        adaptation="made-up pictures; a small model and a metric in local folders",
+        adaptation="random pictures; a small model and a metric in local folders",
         prepare=chests,
         variables={**OFFLINE, "DATASETS_DIR": "{work}"},
         environment="transformers",
@@ -449,7 +449,7 @@ PROGRAMS = (
     Program(
         "gnn/nbfnet/pytorch_geometric/NBFNet_training.ipynb",
         TRAINS,
-        adaptation="made-up facts; run to its end",
+        adaptation="random facts; run to its end",
         prepare=named_facts,
         graphs=("FB15k-237",),
         variables={"DATASETS_DIR": "{work}"},
@@ -472,7 +472,7 @@ PROGRAMS = (
     Program(
         FRAUD + "1_dataset_preprocessing.ipynb",
         RUNS,
-        adaptation="made-up transactions",
+        adaptation="random transactions",
         prepare=transactions,
         variables={"DATASETS_DIR": "{work}"},
         environment="compiled",
@@ -480,7 +480,7 @@ PROGRAMS = (
     Program(
         FRAUD + "2_training.ipynb",
         TRAINS,
-        adaptation="made-up transactions",
+        adaptation="random transactions",
         prepare=transactions,
         variables={"DATASETS_DIR": "{work}", "PYTHONPATH": "{work}"},
         environment="compiled",

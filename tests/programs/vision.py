@@ -179,7 +179,7 @@ def cnns(source, work, train=30, test=10):
 
 
 def vit(source, work):
-    """Make up what the vision transformer reads, a checkpoint of random weights included."""
+    """Make up what the vision transformer reads, a checkpoint with random weights included."""
     (work / "sitecustomize.py").write_text(_NO_CHECKSUMS)
     cifar(source / VIT / "data" / "cifar10", 30, 20)
     imagenet(source / VIT / "data" / "imagenet1k", 4, 14)
@@ -353,7 +353,7 @@ _TRAINED_RESNET = (
 )
 _CIFAR = "30 pictures in CIFAR-10's files"
 _FOLDERS = "a few pictures in ImageNet's folders"
-_POPRUN = "starts several processes by poprun, of the Poplar SDK"
+_POPRUN = "starts several processes with poprun, which comes with the Poplar SDK"
 
 _NETWORKS = [
     Program(
@@ -401,7 +401,7 @@ _NETWORKS = [
         arguments="--data real --model resnet18 --pipeline-splits layer3/0 --precision 32.32 "
         "--micro-batch-size 1 --device-iterations 2 --iterations 4 --dataloader-worker 1 "
         "--random-weights",
-        adaptation="7 made-up pictures, random weights",
+        adaptation="7 random pictures, random weights",
         prepare=cnns,
     ),
     Program(
@@ -409,12 +409,12 @@ _NETWORKS = [
         OUT_OF_REACH,
         "builds and starts a Triton server with Graphcore's backend for IPUs",
     ),
-    Program("tests/tritonserver/multi_client_test.py", OUT_OF_REACH, "needs that server, too"),
+    Program("tests/tritonserver/multi_client_test.py", OUT_OF_REACH, "needs the same server"),
     Program("tests/test_models.py", PASSES, prepare=cnns),
     Program(
         "tests/test_data.py",
         PASSES,
-        "one test starts two processes by poprun, one needs a patched libjpeg-turbo",
+        "one test starts two processes with poprun, one needs a patched libjpeg-turbo",
         adaptation="10,000 pictures to test with in CIFAR-10's files, 7 others",
         prepare=partial(cnns, train=512, test=10000),
         failures=2,
@@ -424,7 +424,7 @@ _NETWORKS = [
         "tests/test_config.py",
         PASSES,
         arguments="-k mobilenet-v3-small",
-        adaptation="two of its tests: the others are the same with larger models",
+        adaptation="two of its tests; the others are the same with larger models",
         prepare=cnns,
         seconds=1200,
     ),
@@ -432,14 +432,14 @@ _NETWORKS = [
         "tests/test_train.py",
         PASSES,
         arguments="-k recomputation_checkpoints",
-        adaptation="one of its tests: what the others start, with all of CIFAR-10, is above",
+        adaptation="one of its tests; the others start the programs above, with all of CIFAR-10",
         prepare=cnns,
     ),
     Program(
         "tests/test_inference.py",
         PASSES,
         arguments="-k normlayer_efficientnet",
-        adaptation="two of its tests: the others download trained weights",
+        adaptation="two of its tests; the others download trained weights",
         prepare=cnns,
     ),
     Program("tests/test_popdist.py", OUT_OF_REACH, _POPRUN),
@@ -494,7 +494,7 @@ _TRANSFORMERS = [
     Program(
         "test_vit.py",
         OUT_OF_REACH,
-        "starts with Google's weights and COCO's pictures, which are downloads",
+        "downloads Google's weights and COCO's pictures",
     ),
 ]
 
@@ -504,21 +504,20 @@ _WINDOWS = [
         TRAINS,
         arguments="--cfg MADE_UP --data-path data/imagenet1k --num-workers 1 "
         "--checkpoint-output-dir {work}",
-        adaptation=f"a small configuration beside its own; {_FOLDERS}",
+        adaptation=f"a small configuration in its format; {_FOLDERS}",
         prepare=swin,
         seconds=1200,
     ),
     Program(
         "validate.py",
         OUT_OF_REACH,
-        "reads `args.checkpoint_output_dir`, which its own arguments lack",
+        "reads `args.checkpoint_output_dir`, which is not one of its arguments",
     ),
     Program(
         "swin_test.py",
         TRAINS,
         arguments="-p made_up --cfg SWIN_TINY --batch-size 1",
-        adaptation="its smallest model, by an option that pytest hands on; a Makefile that makes "
-        "nothing",
+        adaptation="its smallest model, chosen by an option of pytest; an empty Makefile",
         prepare=swin_test,
         seconds=1800,
     ),
@@ -538,7 +537,9 @@ _FEATURES = (
     "--data_path data/imagenet1k/{split} --output out/{split}.pth"
 )
 _KNN = "--train out/train.pth --validation out/validation.pth"
-_AFTER_DINO = f"{_FOLDERS}; after an update of train_ipu.py and what its page runs before"
+_AFTER_DINO = (
+    f"{_FOLDERS}; after one update of train_ipu.py and the steps that its page lists before this"
+)
 _DINO_STEPS = (
     f"train_ipu.py {_DINO}".replace("imagenet1k", "few"),
     f"script/extract_weights.py {_WEIGHTS}",
@@ -550,7 +551,7 @@ _SELF_DISTILLED = [
         "train_ipu.py",
         TRAINS,
         arguments=_DINO,
-        adaptation=f"{_FOLDERS}; an empty library in the place of its compiled operator",
+        adaptation=f"{_FOLDERS}; an empty library in place of its compiled operator",
         prepare=dino,
         seconds=1200,
     ),
@@ -591,7 +592,7 @@ _SELF_DISTILLED = [
         "tests/test_dino.py",
         PASSES,
         arguments="--noconftest -k alignment",
-        adaptation="an empty library in the place of its compiled operator",
+        adaptation="an empty library in place of its compiled operator",
         prepare=dino,
         seconds=3600,
     ),
@@ -599,14 +600,14 @@ _SELF_DISTILLED = [
         "tests/test_dino.py",
         TRAINS,
         arguments="--noconftest -k dino_model",
-        adaptation="its other test, which trains 50 updates, up to the third",
+        adaptation="its other test, stopped after three of 50 updates",
         prepare=dino,
         seconds=3600,
     ),
     Program(
         "ema/test_ema.py",
         OUT_OF_REACH,
-        "builds a model of PopART by popart.Builder, of the Poplar SDK",
+        "builds a PopART model with popart.Builder, which comes with the Poplar SDK",
     ),
 ]
 
@@ -630,7 +631,7 @@ _MASKED = [
         "tests/test_mae.py",
         PASSES,
         arguments="--noconftest -k alignment",
-        adaptation="an empty library in the place of its compiled operator",
+        adaptation="an empty library in place of its compiled operator",
         prepare=mae,
         seconds=3600,
     ),
@@ -638,7 +639,7 @@ _MASKED = [
         "tests/test_mae.py",
         TRAINS,
         arguments="--noconftest -k mae_model",
-        adaptation="its other test, which trains 100 updates, up to the third",
+        adaptation="its other test, stopped after three of 100 updates",
         prepare=mae,
         seconds=3600,
     ),
@@ -669,7 +670,7 @@ def _detection_tests(folder, name):
         f"tests/{name}_test.py",
         PASSES,
         arguments="--noconftest -p made_up",
-        adaptation="random weights; made-up pictures from a server on this machine",
+        adaptation="random weights; random pictures from a server on this machine",
         prepare=partial(yolo, folder),
         seconds=1200,
     )
@@ -685,8 +686,8 @@ def detection(folder):
             RUNS,
             arguments=f"{_DETECT % folder} --image-size 128 --pre-nms-topk-k 500 "
             "--nms-max-detections 20 --class-conf-threshold 0.01",
-            adaptation="4 pictures in COCO's files, random weights; empty libraries in the place "
-            "of its compiled operators",
+            adaptation="4 pictures in COCO's files, random weights; empty libraries in place of "
+            "its compiled operators",
             prepare=partial(yolo, folder),
         ),
         Program(
@@ -699,12 +700,12 @@ def detection(folder):
         *(_detection_tests(folder, name) for name in names),
         replace(
             _detection_tests(folder, "model"),
-            reason="four of its five are marked as skipped, by themselves",
+            reason="four of its five tests are marked as skipped",
         ),
         replace(
             _detection_tests(folder, "loss"),
-            reason="one test compares with stored predictions, a download; another of the three is "
-            "marked as skipped, by itself",
+            reason="of three tests, one compares with predictions that are a download, and one is "
+            "marked as skipped",
             failures=1,
         ),
     ]
@@ -714,7 +715,7 @@ _NOTEBOOK = [
     Program(
         "tests/test_yolo_notebook.py",
         OUT_OF_REACH,
-        "its notebook, which api.py is for, downloads the trained weights",
+        "its notebook downloads the trained weights",
     ),
 ]
 _DETECTION_TRAINING = [
@@ -733,16 +734,16 @@ _PERCEIVER = [
         arguments="--config configs/cifar10_classification.json --pod_type pod4 --fp32 True "
         "--per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_train_epochs 3 "
         "--dataloader_num_workers 1 --dataloader_mode async --profile_dir made-up",
-        adaptation="made-up data, metric and configuration in the folders that it loads; "
-        "optimum-graphcore 0.5.0: its own of July 2022 asks for poptorch.autocast, which PopTorch "
-        "3.4 has no longer",
+        adaptation="substitutes for data, metric and configuration in the folders that it loads; "
+        "optimum-graphcore 0.5.0, because the version of July 2022 that it names needs "
+        "poptorch.autocast, which PopTorch 3.4 no longer has",
         prepare=perceiver,
     ),
-    Program("run_cpu.py", OUT_OF_REACH, "uses no IPU; downloads the same"),
+    Program("run_cpu.py", OUT_OF_REACH, "uses no IPU, and downloads the same data"),
     Program(
         "run_multimodal_inference.py",
         OUT_OF_REACH,
-        "downloads a film and the weights, and has ffmpeg take its sound",
+        "downloads a film and weights, and extracts the sound with ffmpeg",
     ),
 ]
 
