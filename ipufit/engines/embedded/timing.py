@@ -67,13 +67,12 @@ def fastest(
     text = repr((*key, torch.get_num_threads()))
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest not in _known:
-        stored = _kept()
-        if digest in stored:
-            _known[digest] = stored[digest]
-        else:
+        stored = _stored()
+        if digest not in stored:
             with torch.no_grad():
-                _known[digest] = _fastest(make(), measure, first)
-            _keep({**stored, digest: _known[digest]})
+                stored[digest] = _fastest(make(), measure, first)
+            _store(stored)
+        _known[digest] = stored[digest]
     return _known[digest]
 
 
@@ -104,16 +103,16 @@ def _file() -> Path:
     return cache_dir() / f"choices-{machine[:16]}.json"
 
 
-def _kept() -> Dict[str, str]:
+def _stored() -> Dict[str, str]:
     """Choices of earlier processes, by digests of what they depend on."""
     with contextlib.suppress(OSError, ValueError):
         stored: object = json.loads(_file().read_text())
         if isinstance(stored, dict):
-            return {key: value for key, value in kept.items() if isinstance(value, str)}
+            return {key: value for key, value in stored.items() if isinstance(value, str)}
     return {}
 
 
-def _keep(choices: Mapping[str, str]) -> None:
+def _store(choices: Mapping[str, str]) -> None:
     """Write the newest choices; where that is not possible, the next process measures again."""
     newest = dict(list(choices.items())[-_KEPT:])
     with contextlib.suppress(OSError):
