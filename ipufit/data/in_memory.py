@@ -5,18 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import (
-    Any,
-    Callable,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -26,7 +15,9 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -214,7 +205,7 @@ def _copy_alone(leaf: Tensor, rows: Union[slice, Tensor]) -> Tensor:
 def is_datasets_table(value: object) -> bool:
     """True of a ``datasets.Dataset``, by its methods: the library is not imported."""
     kind = type(value)
-    if kind.__module__.partition(".")[0] != "datasets" or isinstance(value, Mapping):
+    if kind.__module__.partition(".")[0] != "datasets" or isinstance(value, dict):
         return False
     return all(hasattr(kind, name) for name in ("__getitem__", "__len__", "with_format"))
 
@@ -528,18 +519,19 @@ def rows_in_memory(loader: Any) -> Optional[ArrayLoader]:
     """
     if isinstance(loader, ArrayLoader):
         return loader
-    if not _is_plain_loader(loader) or not _picks_each_once(loader):
+    if not _is_plain_loader(loader) or not _draws_at_once(loader):
         return None
     dataset, picked = loader.dataset, None
     while type(dataset) is Subset:
-        inner = _indices(dataset)
+        inner = _indices(dataset.indices, dataset.dataset)
         if inner is None:
             return None
         picked = inner if picked is None else inner[picked]
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not all(map(_can_be_stacked, dataset.tensors)):
         return None
-    samples, size = len(loader.dataset), int(loader.batch_size)
+    batches = loader.batch_sampler
+    samples, size = len(batches.sampler), int(batches.batch_size)
 
     def order() -> Optional[Tensor]:
         chosen = _draw_order(loader)
@@ -550,7 +542,7 @@ def rows_in_memory(loader: Any) -> Optional[ArrayLoader]:
     return ArrayLoader(
         lambda: dataset.tensors,
         tree.flatten([*dataset.tensors])[1],
-        samples - samples % size if loader.drop_last else samples,
+        samples - samples % size if batches.drop_last else samples,
         size,
         order,
     )
@@ -565,7 +557,7 @@ def rows_at(loader: object, places: List[int]) -> List[int]:
     """
     if isinstance(loader, ArrayLoader):
         order = loader.order()
-    elif _is_plain_loader(loader) and _picks_each_once(loader):
+    elif _is_plain_loader(loader) and _draws_at_once(loader):
         order = _draw_order(loader)
     else:
         return []
@@ -573,35 +565,39 @@ def rows_at(loader: object, places: List[int]) -> List[int]:
 
 
 def _is_plain_loader(loader: object) -> bool:
+    """True if nobody can tell by the batches whether this process reads them, or workers do."""
     return (
         type(loader) is DataLoader
-        and bool(loader.batch_size)
         and type(loader.batch_sampler) is BatchSampler
         and loader.collate_fn is default_collate
-        and not loader.num_workers
+        and loader.worker_init_fn is None
+        # Workers that stay draw from it in the first pass alone.
+        and not (loader.persistent_workers and loader.generator is not None)
         and not loader.pin_memory
     )
 
 
-def _picks_each_once(loader: Any) -> bool:
-    """True if each sample of the dataset comes once, in an order that is drawn all at once."""
-    sampler = loader.sampler
-    if type(sampler) is EpochOrder:
-        return len(sampler) == len(loader.dataset)
-    if type(sampler) not in (RandomSampler, SequentialSampler):
+def _draws_at_once(loader: Any) -> bool:
+    """True if the indices of a pass, all of them numbers from 0, may be drawn at its beginning."""
+    sampler, dataset = loader.batch_sampler.sampler, loader.dataset
+    kind = type(sampler)
+    if kind is SubsetRandomSampler:
+        return _indices(sampler.indices, dataset) is not None
+    if kind in (EpochOrder, WeightedRandomSampler):
+        weights = sampler.weights if kind is WeightedRandomSampler else sampler
+        return len(weights) <= len(dataset)
+    if kind not in (RandomSampler, SequentialSampler) or sampler.data_source is not dataset:
         return False
-    if sampler.data_source is not loader.dataset:
-        return False
-    return type(sampler) is SequentialSampler or (
-        not sampler.replacement and sampler.num_samples == len(loader.dataset)
-    )
+    # One that draws a few at a time has a generator of its own, unless it has the user's.
+    is_whole = kind is SequentialSampler or sampler.generator is None
+    return is_whole or (not sampler.replacement and sampler.num_samples == len(dataset))
 
 
 def _draw_order(loader: Any) -> Optional[Tensor]:
     """Draw the order of a pass over a plain loader; None for that of the samples."""
     # As torch's iterator does: a seed for workers first, then the order.
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    sampler = loader.sampler
+    sampler = loader.batch_sampler.sampler
     if type(sampler) is SequentialSampler:
         return None
     if type(sampler) is EpochOrder:
@@ -609,11 +605,11 @@ def _draw_order(loader: Any) -> Optional[Tensor]:
     return torch.tensor(list(sampler), dtype=torch.int64, device="cpu")
 
 
-def _indices(subset: Any) -> Optional[Tensor]:
-    """Read the indices of a part of a dataset, if they are numbers from 0."""
-    indices, length = subset.indices, len(subset.dataset)
+def _indices(indices: object, dataset: Any) -> Optional[Tensor]:
+    """Bring indices of a dataset into a tensor, if they are numbers from 0."""
     if not isinstance(indices, (range, list, tuple)):
         return None
+    length = len(dataset)
     if not all(type(index) is int and 0 <= index < length for index in indices):
         return None
     return torch.tensor(indices, dtype=torch.int64, device="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -17,8 +18,8 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     Subset,
-    TensorDataset,
     dataloader,
     default_collate,
 )
@@ -34,7 +35,6 @@ __all__ = [
     "FirstBatches",
     "batch_total",
     "end_workers",
-    "is_plain",
     "is_torchs",
     "kill_workers",
     "length_of",
@@ -58,13 +58,6 @@ def is_torchs(value: object) -> bool:
 def reads_as_torch(loader: object) -> bool:
     """True of a DataLoader whose batches no ``__iter__`` of a subclass makes or changes."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-
-
-def is_plain(dataset: object) -> bool:
-    """Tensors, or a part of such."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset
 
 
 def may_reuse_memory(loader: Any) -> bool:
@@ -136,7 +129,9 @@ def without_shuffling(loader: Any) -> Any:
         return loader
     if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return loader
-    return like(loader, shuffle=False, persistent_workers=False)
+    sampler = SequentialSampler(loader.dataset)
+    batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return like(loader, sampler=sampler, batch_sampler=batches, persistent_workers=False)
 
 
 class BatchSequence:
@@ -209,14 +204,10 @@ def _copy(leaf: tree.Leaf) -> tree.Leaf:
 
 def like(loader: Any, **changes: object) -> Any:
     """Another DataLoader over the same data, with the same options of reading but for some."""
-    names = [
-        *("num_workers", "collate_fn", "pin_memory", "timeout", "generator"),
-        *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
-        *(["prefetch_factor"] if loader.num_workers else []),
-        *([] if "batch_sampler" in changes else ["batch_size", "drop_last"]),
-    ]
-    options = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, **{**options, **changes})
+    other = copy.copy(loader)
+    # Its __init__ would warn once more of what the user's has warned of.
+    vars(other).update(changes, _iterator=None)
+    return other
 
 
 # How long all workers together may take to end by themselves, in seconds; torch gives each five.

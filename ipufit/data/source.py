@@ -11,7 +11,7 @@ from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Opti
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ipufit.core.batch import DataCursor, RawBatch
 from ipufit.data.in_memory import (
@@ -26,7 +26,6 @@ from ipufit.data.loaders import (
     FirstBatches,
     batch_total,
     end_workers,
-    is_plain,
     is_torchs,
     kill_workers,
     length_of,
@@ -221,16 +220,13 @@ class DataAdapter:
         that opened a database, say, or look at what training has done.
         """
         loader: Any = self.loader
-        if isinstance(loader, ArrayLoader):
+        if rows_in_memory(loader) is not None:
             return True
-        if not reads_as_torch(loader):
+        if not reads_as_torch(loader) or not loader.num_workers:
             return False
         # A batch_sampler has its own sampler, of which loader.sampler knows nothing.
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        return all(map(is_torchs, (loader.sampler, loader.batch_sampler, sampler))) and (
-            loader.num_workers > 0
-            or (loader.collate_fn is default_collate and is_plain(loader.dataset))
-        )
+        return all(map(is_torchs, (loader.sampler, loader.batch_sampler, sampler)))
 
     @property
     def is_held(self) -> bool:
@@ -320,6 +316,7 @@ class DataAdapter:
             loader = self._as_workers(loader)
         # torch has one iterator for all readers of such a loader: a second would end the first.
         exclusive = isinstance(loader, DataLoader) and loader.persistent_workers
+        exclusive = exclusive and rows_in_memory(loader) is None
         if exclusive and loader in _BEING_READ:
             raise DataError(
                 f"{self.role} is a DataLoader with persistent_workers=True that is already being "
@@ -351,8 +348,9 @@ class DataAdapter:
         starts = _NOTHING if self.is_held else starting_workers(loader)
         try:
             with located_errors, self._drawing(stream), starts:
-                _draw_as_for_new_workers(loader)
                 rows = rows_in_memory(loader)
+                if rows is None:
+                    _draw_as_for_new_workers(loader)
                 if portion is not None:
                     iterator = self._own_batches(loader, rows, horizon, portion)
                 else:

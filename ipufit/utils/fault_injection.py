@@ -147,7 +147,7 @@ def _worker(fault: Fault) -> None:
     if not workers:
         raise ConfigurationError(
             "the fault 'worker' kills a process of the DataLoader, but there is none. Train on a "
-            "DataLoader with num_workers=1 or more."
+            "DataLoader with num_workers=1 or more, over a dataset of your own."
         )
     os.kill(int(workers[0].pid or 0), signal.SIGKILL)
     # torch tells of it from a signal, which must not come when the fit is over.

@@ -663,7 +663,7 @@ def test_a_full_disk_ends_training_and_loses_nothing(tmp_path):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_killed_ends_training_and_loses_nothing(tmp_path):
-    case = plain(train=lambda: whole_batches(num_workers=1))
+    case = plain(train=lambda: whole_batches(num_workers=1, worker_init_fn=hash))
     with inject("worker", 14), pytest.raises(DataError, match="worker"):
         case.run(checkpoint=tmp_path / "run")
     gc.collect()
@@ -708,7 +708,7 @@ def test_what_was_not_struck_is_forgotten_after_the_block(tmp_path):
         refused(
             lambda: fit(None),
             "the fault 'worker' kills a process of the DataLoader, but there is none. Train on a "
-            "DataLoader with num_workers=1 or more.",
+            "DataLoader with num_workers=1 or more, over a dataset of your own.",
         )
 
 

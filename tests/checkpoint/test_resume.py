@@ -264,7 +264,7 @@ CASES = {
     "buffers of replicas": Case(Running, seed=5, ipus=2),
     "no order of its own": Case(train=lambda: loader(shuffle=False), seed=5),
     "prefetched": Case(seed=5, loading=ipufit.Loading(prefetch=2)),
-    "workers": Case(train=lambda: loader(num_workers=1), seed=5),
+    "workers": Case(train=lambda: loader(num_workers=1, worker_init_fn=hash), seed=5),
     "a generator of the user's": Case(
         train=lambda: loader(generator=torch.Generator().manual_seed(3)), seed=5
     ),

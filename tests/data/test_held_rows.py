@@ -12,6 +12,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from ipufit.core.batch import Mode
@@ -22,6 +23,7 @@ from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.prefetch import fetch_ahead
 from ipufit.data.source import DataAdapter
 from ipufit.utils import tree
+from ipufit.utils.random_streams import DataStream
 
 pytestmark = pytest.mark.both_engines
 
@@ -69,6 +71,56 @@ def test_the_same_samples_in_the_same_order(dataset, options):
     assert [type(batch) for batch in rows] == [type(batch) for batch in loader]
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler(FLAGS + 0.5, 50),
+        WeightedRandomSampler(FLAGS + 0.5, 9, replacement=False),
+        WeightedRandomSampler(FLAGS + 0.5, 9, generator=torch.Generator().manual_seed(5)),
+        RandomSampler(WHOLE, replacement=True),
+        RandomSampler(WHOLE, replacement=True, num_samples=80),
+        RandomSampler(WHOLE, num_samples=74),
+        SubsetRandomSampler([4, 0, 30, 7, 7, 9]),
+    ],
+)
+def test_some_samples_or_some_more_than_once(sampler):
+    loader = DataLoader(WHOLE, batch_size=4, sampler=sampler)
+    states = [] if sampler.generator is None else [sampler.generator.get_state()]
+
+    def read(batches):
+        for state in states:
+            sampler.generator.set_state(state)
+        yield from batches
+
+    rows = rows_in_memory(loader)
+    own, wanted = drawn_alike(read(rows), read(loader))
+    assert len(own) == len(wanted) == len(loader) == len(rows)
+    for batch, expected in zip(own, wanted):
+        assert all(map(torch.equal, batch, expected))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_workers_are_started_for_rows(persistent, monkeypatch):
+    """Two passes have what workers send, and draw as many numbers."""
+    loader = DataLoader(
+        WHOLE, batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent
+    )
+    first, again = DataStream(0, "data", 0), DataStream(0, "data", 1)
+    source = DataAdapter(loader, "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(DataLoader, "__iter__", None)
+        own = [list(source.epoch(stream.again())) for stream in (first, again)]
+    batches = [batch for blocks in own for block in blocks for batch in block.batches()]
+    wanted = []
+    for stream in (first, again):
+        fresh = DataLoader(WHOLE, batch_size=4, shuffle=True, num_workers=2)
+        with stream.active():
+            wanted += [*fresh]
+    assert len(batches) == len(wanted) == 2 * len(loader)
+    for batch, expected in zip(batches, wanted):
+        assert all(map(torch.equal, batch, expected))
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_generator_of_the_users_is_drawn_from_alike(shuffle):
     orders = []
@@ -78,6 +130,13 @@ def test_a_generator_of_the_users_is_drawn_from_alike(shuffle):
         epochs = [torch.cat([y for (y,) in read(loader)]) for _ in range(2)]
         orders.append((*epochs, torch.rand(3, generator=generator)))
     assert all(torch.equal(own, wanted) for own, wanted in zip(*orders))
+
+
+def test_a_batch_sampler_of_torchs():
+    loader = DataLoader(WHOLE, batch_sampler=BatchSampler(RandomSampler(WHOLE), 5, True))
+    own, wanted = drawn_alike(rows_in_memory(loader), loader)
+    assert [len(y) for _, y, _ in own] == [5] * 7
+    assert torch.equal(torch.cat([y for _, y, _ in own]), torch.cat([y for _, y, _ in wanted]))
 
 
 def test_our_own_order():
@@ -217,12 +276,23 @@ NEGATIVE = Subset(WHOLE, [0, -1])
         OwnLoader(WHOLE, batch_size=4),
         DataLoader(WHOLE, batch_size=4, collate_fn=list),
         DataLoader(WHOLE, batch_size=None),
-        DataLoader(WHOLE, batch_size=4, num_workers=1),
+        DataLoader(WHOLE, batch_size=4, num_workers=1, worker_init_fn=print),
+        DataLoader(
+            WHOLE,
+            batch_size=4,
+            num_workers=1,
+            persistent_workers=True,
+            generator=torch.Generator(),
+        ),
         DataLoader(WHOLE, batch_size=4, sampler=SubsetRandomSampler([-1, 2])),
-        DataLoader(WHOLE, batch_size=4, sampler=RandomSampler(WHOLE, replacement=True)),
-        DataLoader(WHOLE, batch_size=4, sampler=RandomSampler(WHOLE, num_samples=74)),
+        DataLoader(
+            WHOLE, batch_size=4, sampler=RandomSampler(WHOLE, True, None, torch.Generator())
+        ),
+        DataLoader(WHOLE, batch_size=4, sampler=WeightedRandomSampler(torch.ones(38), 5)),
+        DataLoader(WHOLE, batch_size=4, pin_memory=True),
         DataLoader(WHOLE, batch_size=4, sampler=SequentialSampler(range(3))),
-        DataLoader(WHOLE, batch_sampler=BatchSampler(SequentialSampler(WHOLE), 4, False)),
+        DataLoader(WHOLE, batch_sampler=[[0, 1], [2]]),
+        DataLoader(WHOLE, batch_size=4, sampler=SubsetRandomSampler(torch.arange(3))),
         DataLoader(NEGATIVE, batch_size=4),
         DataLoader(TensorDataset(X.t().contiguous().t()), batch_size=4),
         DataLoader(TensorDataset(X.clone().requires_grad_()), batch_size=4),

@@ -605,7 +605,8 @@ def test_a_callback_may_draw_while_batches_are_read(form, engine):
             drawn.append(torch.rand(()).item())
 
     x, y = batches(1, 60)[0]
-    loader = DataLoader(TensorDataset(x, y), 2, shuffle=True, num_workers=form == "workers")
+    dataset = Samples([*zip(x, y)]) if form == "workers" else TensorDataset(x, y)
+    loader = DataLoader(dataset, 2, shuffle=True, num_workers=form == "workers")
     arguments = {"y": y, "batch_size": 2} if form == "tensors" else {}
     results = []
     is_ahead = form == "workers" or engine != "embedded"

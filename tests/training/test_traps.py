@@ -488,7 +488,7 @@ def test_a_collate_that_reuses_a_buffer_gives_the_same_for_every_execution():
 @pytest.mark.long("ipu-standin")
 def test_a_second_reader_of_a_loader_with_persistent_workers_is_refused():
     """torch has one iterator for both, and would end the epoch early."""
-    batches = loader(num_workers=1, persistent_workers=True)
+    batches = loader(num_workers=1, persistent_workers=True, worker_init_fn=hash)
 
     class Look(Callback):
         def on_train_batch_end(self, batch, logs=None):
