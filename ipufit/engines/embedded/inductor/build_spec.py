@@ -11,10 +11,15 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.compile_arguments import KERNELS
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.inductor.update_spec import BlockSpec, SlotSpec, UpdateSpec
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
-from ipufit.engines.embedded.passes.cpu_kernels import use_onednn_matmul
+from ipufit.engines.embedded.passes.cpu_kernels import (
+    restore_outputs,
+    to_channels_last,
+    use_onednn_matmul,
+)
 from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
@@ -86,7 +91,8 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
     scale = [] if live.scaler is None else [live.scaler.tensor(live.device)]
     leaves = [*example.leaves, *scale]
     leaves += [node.meta["val"] for node in inputs[state + len(leaves) :]]
-    source, code, constants, outputs = _code(graph, copied, blocks)
+    by_channels = recorded.lowered.way == KERNELS
+    source, code, constants, outputs = _code(graph, copied, blocks, by_channels)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
         SlotSpec(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
@@ -160,7 +166,7 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
 
 
 def _code(
-    graph: fx.GraphModule, copied: fx.Graph, blocks: Sequence[object]
+    graph: fx.GraphModule, copied: fx.Graph, blocks: Sequence[object], by_channels: bool
 ) -> Tuple[str, str, Tuple[Tensor, ...], int]:
     """Both texts for a form, the constants it takes behind its inputs, its outputs.
 
@@ -168,10 +174,13 @@ def _code(
         graph: holds the constants.
         copied: of it; is changed.
         blocks: that it computes the gradients of.
+        by_channels: whether pictures have channels last, where there are any.
     """
     source = copied.python_code("self").src
     simplify(copied)
     use_onednn_matmul(copied)
+    if by_channels and to_channels_last(copied):
+        restore_outputs(copied)
     constants: Dict[str, Tensor] = {}
     inputs = [node for node in copied.nodes if node.op == "placeholder"]
     for node in list(copied.nodes):

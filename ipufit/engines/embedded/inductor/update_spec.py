@@ -23,6 +23,7 @@ from ipufit.core.train_config import Clip
 from ipufit.engines import gradient_reduction
 from ipufit.engines.embedded import clipping
 from ipufit.engines.embedded.clipping import GradientTransform
+from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.timing import processor
 from ipufit.engines.gradient_reduction import GradientSum, are_finite
 from ipufit.optim import rules
@@ -37,6 +38,11 @@ _NAMES: Mapping[str, object] = {
     "inf": math.inf,
     "nan": math.nan,
     "NoneType": type(None),
+    # A graph calls these, by the names that its text has for them.
+    **{
+        f"{kernel.__module__}.{kernel.__name__}".replace(".", "_"): kernel
+        for kernel in (cpu_kernels.channels_last, cpu_kernels.as_recorded)
+    },
 }
 
 
@@ -235,10 +241,16 @@ def _function(code: str) -> Callable[..., List[Tensor]]:
 
 
 # Changes whenever compiled programs can't be used any more for a reason that no part shows.
-_FORMAT = "1"
+_FORMAT = "2"
 # What the function of a specification is made of, and what compiles it.
 _SOURCES = (
-    *(clipping.__file__, gradient_reduction.__file__, rules.__file__, __file__),
+    *(
+        clipping.__file__,
+        gradient_reduction.__file__,
+        rules.__file__,
+        cpu_kernels.__file__,
+        __file__,
+    ),
     Path(__file__).with_name("worker.py"),
 )
 

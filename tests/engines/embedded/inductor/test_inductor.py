@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.inductor import build_spec, requirements
 from ipufit.engines.embedded.inductor import compiled as compiled_module
 from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
+from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.errors import NonFiniteLossError
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Running, Transformer, data
@@ -544,3 +546,49 @@ def _other_products(graph):
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.mm.default:
             node.target = torch.ops.aten.matmul.default
+
+
+class Masks(nn.Module):
+    """A class for each pixel: its outputs and their gradients are pictures, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.last = nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x):
+        x = nn.functional.relu(self.norm(self.first(x)))
+        x = nn.functional.max_pool2d(x, 2)
+        return nn.functional.interpolate(self.last(x), scale_factor=2)
+
+
+def norm(output, target):
+    return output.norm()
+
+
+def trained_masks(jit):
+    """Weights after two epochs, and the engine."""
+    torch.manual_seed(0)
+    model, engine = embedded(Masks(), OPTIMIZERS["sgd"], jit=jit, metrics=[norm])
+    x = torch.randn(32, 1, 8, 8)
+    fit(model, x, (x[:, 0] > 0).long(), Plan(4, 2))
+    return model.module, engine
+
+
+@pytest.fixture
+def pictures_by_channels(monkeypatch):
+    """Channels last is the fastest, whatever the sizes."""
+    monkeypatch.setattr(cpu_kernels, "_SMALLEST_PICTURE", 0)
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, *_: [1.0] + [0.5] * (len(calls) - 1))
+    monkeypatch.setattr(timing, "_known", {})
+
+
+@pytest.mark.usefixtures("pictures_by_channels")
+def test_pictures_have_channels_last_where_the_recorded_program_has_them(described):
+    expected, _ = trained_masks("graph")
+    module, engine = trained_masks("inductor")
+    assert_close(module, expected, 1e-5)
+    assert engine.training.way.jit == "inductor"
+    code = described[0]._form.code
+    assert code.count("_channels_last(") == 9
+    assert code.count("_as_recorded(") > 0

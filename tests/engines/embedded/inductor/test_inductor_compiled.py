@@ -19,9 +19,11 @@ from tests.engines.embedded.inductor.test_inductor import (
     Noisy,
     dropping_cnn,
     embedded,
+    pictures_by_channels,
     plain_cnn,
     reasons,
     skips_the_same,
+    trained_masks,
 )
 from tests.fitting import Plan, assert_close, assert_equal, fit
 from tests.nets import MLP, data
@@ -117,6 +119,15 @@ def test_compiled_updates_of_many_kinds(net, optimizer, dtype, plan, cached):
         nets.append(model.module)
     assert engine.training.way.jit == "inductor"
     assert_close(nets[1], nets[0], TOLERANCE if dtype == torch.float64 else NARROW)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures(pictures_by_channels.__name__)
+def test_compiled_pictures_have_channels_last(cached):
+    expected, _ = trained_masks("graph")
+    module, engine = trained_masks("inductor")
+    assert engine.training.way.jit == "inductor"
+    assert_close(module, expected, NARROW)
 
 
 @pytest.mark.long
