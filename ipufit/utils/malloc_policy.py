@@ -1,7 +1,8 @@
 """Freed memory stays in the process while programs run on the CPU.
 
 glibc hands large tensors back to the system when they are freed. A program that makes and frees the
-same tensors in every update then spends a quarter of its time on getting zeroed pages again.
+same tensors in every update then spends a quarter of its time on getting zeroed pages again. There
+is a size up to which glibc can be told to keep them; flat gradients may be larger.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import contextlib
 import ctypes
 import functools
 import os
-from typing import Iterator, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
-__all__ = ["free_at_once", "give_back_freed_memory", "keep_freed_memory"]
+import torch
+from torch import Tensor
+
+__all__ = ["free_at_once", "give_back_freed_memory", "keep_freed_memory", "reused_empty"]
 
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -28,6 +32,13 @@ _VARIABLES = (
     "MALLOC_TOP_PAD_",
     "GLIBC_TUNABLES",
 )
+
+
+# How many tensors of one size are kept: a sum over micro-batches, and what is added to it.
+_ALIKE = 2
+
+# Torch 2.0 doesn't tell whether anything else uses a tensor's memory.
+_COUNTS_USES = hasattr(torch._C, "_storage_Use_Count")
 
 
 @functools.lru_cache(maxsize=None)
@@ -77,4 +88,35 @@ def give_back_freed_memory() -> None:
     """Hand what is freed by now to the system."""
     library = _glibc()
     if library is not None and keep_freed_memory():
+        _pool.clear()
         library.malloc_trim(0)
+
+
+# Memory that is larger than what glibc keeps.
+_pool: List[torch.UntypedStorage] = []
+
+
+def reused_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor whose values are anything.
+
+    Args:
+        size: its elements. Where they take more memory than glibc keeps, it is that of an earlier
+            one of this size of which nothing is left, if there is any.
+        dtype: of the elements.
+        device: of the tensor.
+    """
+    new = torch.empty(0, dtype=dtype, device=device)
+    bytes_ = size * new.element_size()
+    is_large = device.type == "cpu" and bytes_ > _KEEPING[1]
+    if not (is_large and _COUNTS_USES and keep_freed_memory()):
+        return new.resize_(size)
+    alike = [each for each in _pool if each.nbytes() == bytes_]
+    # The list's own use is one.
+    unused = [each for each in alike if torch._C._storage_Use_Count(each._cdata) == 1]
+    if unused:
+        new.set_(unused[0], 0, (size,))  # type: ignore[call-overload]
+        return new
+    new.resize_(size)
+    if len(alike) < _ALIKE:
+        _pool.append(new.untyped_storage())
+    return new

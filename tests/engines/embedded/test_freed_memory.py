@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.passes import cpu_kernels, select_kernels
+from ipufit.engines.embedded.passes import cpu_kernels, select_kernels, simplify
 from ipufit.utils import malloc_policy
 
 # All name the engine whose memory they look at.
@@ -277,3 +277,85 @@ def test_a_program_that_runs_holds_its_state_once(optimizer, states, without_col
     at_begins = ipufit.callbacks.LambdaCallback(on_train_batch_begin=look)
     model.fit(x, x, batch_size=4, verbose=0, callbacks=[at_begins])
     assert kept == [sorted([*before, *[256 * 256 * 4] * (1 + states)])] * 4
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """Tensors of 8 elements and more are large, and kept."""
+    monkeypatch.setattr(malloc_policy, "_KEEPING", (2**30, 31))
+    monkeypatch.setattr(malloc_policy, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(malloc_policy, "_pool", [])
+    return malloc_policy._pool
+
+
+def flat(size=8):
+    return malloc_policy.reused_empty(size, torch.float32, torch.device("cpu"))
+
+
+needs_counts = pytest.mark.skipif(not malloc_policy._COUNTS_USES, reason="uses are not counted")
+
+
+@needs_counts
+def test_large_memory_of_which_nothing_is_left_is_used_again(pool):
+    place = flat().data_ptr()
+    for _ in range(3):
+        assert flat().data_ptr() == place
+    assert flat().shape == (8,)
+    assert len(pool) == 1
+
+
+@needs_counts
+def test_memory_that_anything_looks_at_stays(pool):
+    views = []
+    for number in range(4):
+        whole = flat().fill_(number)
+        views.append(whole.view(2, 4)[1])
+    assert [view.tolist() for view in views] == [[number] * 4 for number in range(4)]
+    # More at once than a sum and what is added to it are not kept.
+    assert len(pool) == 2
+    assert flat(16).numel() == 16
+
+
+def test_small_memory_is_the_c_librarys(pool):
+    assert flat(7).shape == (7,)
+    assert pool == []
+
+
+@needs_counts
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_have_the_memory_of_those_before(pool, accumulation, monkeypatch):
+    """The bits stay; what is kept ends with the fit."""
+    monkeypatch.setattr(simplify, "_SMALLEST_WHOLE", 8)
+    used = []
+
+    def watched(*arguments):
+        new = malloc_policy.reused_empty(*arguments)
+        used.append(new.data_ptr())
+        return new
+
+    weights = []
+    for pooled in (watched, torch.empty):
+        monkeypatch.setattr(simplify, "reused_empty", named(pooled))
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
+        model = ipufit.Model(net, engine="embedded")
+        model.compile("adam", "cross_entropy", jit="graph")
+        x, y = torch.rand(48, 1, 6, 6), torch.arange(48) % 5
+        plan = {"gradient_accumulation": accumulation, "device_iterations": 2}
+        model.fit(x, y, batch_size=4, seed=0, verbose=0, **plan)
+        weights.append([*net.parameters()])
+    assert len(used) == 12
+    assert len(set(used)) <= 2
+    assert pool == []
+    assert all(torch.equal(*pair) for pair in zip(*weights))
+
+
+def named(function):
+    """What a graph can call by its name."""
+
+    def reused_empty(size, dtype, device):
+        if function is torch.empty:
+            return torch.empty(size, dtype=dtype, device=device)
+        return function(size, dtype, device)
+
+    return reused_empty

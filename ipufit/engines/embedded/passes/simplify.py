@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
+from ipufit.utils.malloc_policy import reused_empty
 
 __all__ = [
     "SHORT",
@@ -178,8 +179,9 @@ _LONG: Dict[object, object] = {
 _LONG[torch.narrow, False] = _aten.narrow.default
 
 
-# Elements of a product that is worth a view of its own.
-_SMALLEST_PRODUCT = 2**14
+# Elements of a product that is worth a view of its own, and of a flat tensor whose memory is worth
+# keeping.
+_SMALLEST_PRODUCT, _SMALLEST_WHOLE = 2**14, 2**20
 
 
 class _Part(NamedTuple):
@@ -199,18 +201,20 @@ class _Part(NamedTuple):
 def fuse_concats(graph: fx.Graph) -> int:
     """Make large matrix products write into the flat tensors that they are joined in.
 
+    Large flat tensors have the memory of those before.
+
     Returns:
-        How many do.
+        How many products do.
     """
     flow = Flow(graph)
     done = 0
     for node in list(graph.nodes):
         if node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs:
             parts = _parts(node, flow)
-            products = [part.product for part in parts if part.product is not None]
-            if products:
+            products = sum(part.product is not None for part in parts)
+            if products or sum(part.size for part in parts) >= _SMALLEST_WHOLE:
                 _rewrite(graph, node, parts)
-                done += len(products)
+                done += products
     return done
 
 
@@ -248,11 +252,12 @@ def _product_of(part: fx.Node, flow: Flow) -> Optional[fx.Node]:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:
+    value, size = value_of(node), sum(part.size for part in parts)
+    assert value is not None
     products = {part.product for part in parts if part.product is not None}
-    first = next(each for each in graph.nodes if each in products)
+    first = next(each for each in graph.nodes if each is node or each in products)
     with graph.inserting_before(first):
-        size = sum(part.size for part in parts)
-        whole = graph.call_function(_aten.new_empty.default, (first.args[0], [size]))
+        whole = graph.call_function(reused_empty, (size, value.dtype, value.device))
     begin, rest = 0, []
     for part in parts:
         if part.product is None:
