@@ -182,14 +182,14 @@ def test_other_kernels_are_tried_outside_of_the_heap(monkeypatch):
         yield
         inside.append(False)
 
-    disagreement = select_kernels._disagreement
+    compare = select_kernels._compare
 
     def asked(*args):
         assert inside == [True]
-        return disagreement(*args)
+        compare(*args)
 
     monkeypatch.setattr(select_kernels, "free_at_once", noted)
-    monkeypatch.setattr(select_kernels, "_disagreement", asked)
+    monkeypatch.setattr(select_kernels, "_compare", asked)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 3))
     model = ipufit.Model(net, engine="embedded")
     model.compile("sgd", "cross_entropy", jit="kernels")
