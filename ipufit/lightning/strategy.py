@@ -409,35 +409,26 @@ def _merge(work: ExecutionSize, options: Any, name: str) -> ExecutionSize:
             f"{options.device_iterations}. Leave one out."
         )
     training = options.Training
-    for setter, present, wanted, reason in (
-        (
-            "replicationFactor",
-            options.replication_factor,
-            replicas,
-            f"the Trainer has devices={replicas}",
-        ),
-        (
-            "Training.gradientAccumulation",
-            training.gradient_accumulation,
-            accumulation,
-            f"the Trainer has accumulate_grad_batches={accumulation}",
-        ),
+    copies, sums = options.replication_factor, training.gradient_accumulation
+    for setter, present, wanted, argument in (
+        ("replicationFactor", copies, replicas, "devices"),
+        ("Training.gradientAccumulation", sums, accumulation, "accumulate_grad_batches"),
     ):
         if wanted > 1 and present not in (1, wanted):
             part("utilities").rank_zero_warn(
-                f"{name}.{setter} is {present}, but {reason}, which takes precedence. Leave one "
-                "out."
+                f"{name}.{setter} is {present}, but the Trainer has {argument}={wanted}, which "
+                "takes precedence. Leave one out."
             )
-    if name == _OPTIONS[INFERENCE] and training.gradient_accumulation != 1:
+    if name == _OPTIONS[INFERENCE] and sums != 1:
         part("utilities").rank_zero_warn(
-            f"{name}.Training.gradientAccumulation is {training.gradient_accumulation}, but "
-            "nothing is accumulated in inference, where it counts as 1. Leave it out there."
+            f"{name}.Training.gradientAccumulation is {sums}, but nothing is accumulated in "
+            "inference, where it counts as 1. Leave it out there."
         )
-        training.gradientAccumulation(1)
+        sums = 1
     work = ExecutionSize(
-        options.replication_factor if replicas == 1 else replicas,
+        copies if replicas == 1 else replicas,
         options.device_iterations if iterations == 1 else iterations,
-        training.gradient_accumulation if accumulation == 1 else accumulation,
+        sums if accumulation == 1 else accumulation,
     )
     options.replicationFactor(work.replicas).deviceIterations(work.device_iterations)
     training.gradientAccumulation(work.accumulation)

@@ -49,27 +49,35 @@ class PoptorchOptimizer(Protocol):
 
 
 def device_state(
-    kind: Kind, name: str, parameter: Tensor, parameter_state: Mapping[str, Tensor], zeros: bool
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], zeros: bool
 ) -> Dict[str, Tensor]:
-    """Convert torch's state of a parameter to a device's.
+    """Convert the state of torch's optimizer to a device's.
 
     Args:
-        kind: of optimizer.
-        name: of the parameter, as the program knows it.
-        parameter: of torch's optimizer.
-        parameter_state: its state there.
+        optimizer: torch's.
+        parameters: of the optimizer, by their names in the program.
         zeros: whether the device is told zeros where torch has nothing.
     """
-    state: Dict[str, Tensor] = {}
-    for torchs, prefix in _STATE[kind].items():
-        value = parameter_state.get(torchs)
-        if value is None and zeros:
-            value = torch.zeros_like(parameter)
-        if value is not None:
-            state[prefix + name] = value.detach().cpu().clone()
-    if kind in _COUNTED and (parameter_state or zeros):
-        state[STEP + name] = torch.tensor(float(parameter_state.get("step", 0)))
+    kind, state = type(optimizer), {}
+    for name, parameter in parameters.items():
+        parameter_state = optimizer.state.get(parameter, {})
+        for torchs, prefix in _STATE[kind].items():
+            value = parameter_state.get(torchs)
+            if value is None and zeros:
+                value = torch.zeros_like(parameter)
+            if value is not None:
+                state[prefix + name] = value.detach().cpu().clone()
+        if kind in _COUNTED and (parameter_state or zeros):
+            state[STEP + name] = torch.tensor(float(parameter_state.get("step", 0)))
     return state
+
+
+def load_device_state(target: PoptorchOptimizer, state: Mapping[str, Tensor]) -> None:
+    """Give an optimizer of PopTorch the state of a device; its settings stay as they are."""
+    present = target.state_dict()
+    # PopTorch would warn of each setting that is left out.
+    settings = present.get("ipu_param") or {}
+    target.load_state_dict({**present, "ipu_state": state, "ipu_param": settings})
 
 
 def torch_state(
@@ -118,14 +126,8 @@ def to_poptorch(
     Raises:
         OptimizerError: a device has no such optimizer, or the two are not of one kind.
     """
-    kind = _kind(optimizer, target)
-    state: Dict[str, Tensor] = {}
-    for name, parameter in _owned(optimizer, module).items():
-        parameter_state = optimizer.state.get(parameter, {})
-        state.update(device_state(kind, name, parameter, parameter_state, zeros=False))
-    present = target.state_dict()
-    settings = present.get("ipu_param") or {}
-    target.load_state_dict({**present, "ipu_state": state, "ipu_param": settings})
+    _kind(optimizer, target)
+    load_device_state(target, device_state(optimizer, _owned(optimizer, module), zeros=False))
 
 
 def from_poptorch(

@@ -17,8 +17,6 @@ from ipufit.tracing.user_lines import Frame
 from ipufit.utils.console import TextReport
 
 __all__ = [
-    "KINDS",
-    "SEVERITIES",
     "CheckReport",
     "Finding",
     "Findings",
@@ -32,36 +30,6 @@ __all__ = [
     "seeded_at",
     "titles_of",
 ]
-
-
-# An error stops fit, or makes it train something else than what is written; a warning is lost work,
-# or what is rarely meant.
-SEVERITIES = ("error", "warning")
-
-KINDS = (
-    "attribute",
-    "branch",
-    "capture",
-    "constant",
-    "container",
-    "folded",
-    "generator",
-    "global",
-    "loss",
-    "mode",
-    "not_optimized",
-    "number",
-    "numpy",
-    "outside",
-    "output",
-    "program",
-    "random",
-    "rebound",
-    "shape",
-    "text",
-    "unused",
-    "value",
-)
 
 
 @dataclasses.dataclass(frozen=True)

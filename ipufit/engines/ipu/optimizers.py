@@ -14,7 +14,7 @@ from ipufit.engines.ipu.preflight.facts import CLIPPED, SETTINGS, ParameterGroup
 from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
 from ipufit.optim.several import name_of_optimizer
-from ipufit.optim.state import device_state, torch_state
+from ipufit.optim.state import device_state, load_device_state, torch_state
 
 __all__ = ["DeviceOptimizer", "check_optimizer"]
 
@@ -187,19 +187,11 @@ class DeviceOptimizer:
 
         Where torch has none, that is zeros, if the device may have anything else.
         """
-        state: Dict[str, Tensor] = {}
-        for name, original in self._originals.items():
-            previous = self._torchs.state.get(original, {})
-            state.update(device_state(self._kind, name, original, previous, self._loaded))
+        state = device_state(self._torchs, self._originals, self._loaded)
         self._loaded = True
         if state:
             self.waits = True
-            # The settings stay as the program has them: PopTorch would warn of each one left out.
-            present = self.poptorch_optimizer.state_dict()
-            settings = present.get("ipu_param") or {}
-            self.poptorch_optimizer.load_state_dict(
-                {**present, "ipu_state": state, "ipu_param": settings}
-            )
+            load_device_state(self.poptorch_optimizer, state)
 
     def store(self, updates: int) -> None:
         """Bring torch's state up to date, from the device if it ran since.
