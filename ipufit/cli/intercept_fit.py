@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 from types import FrameType
-from typing import Any, Callable, Dict, Generic, Iterator, List, Mapping, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Generic, List, Mapping, Optional, Tuple, TypeVar
 
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
@@ -21,6 +21,7 @@ from ipufit.training.fit_data import FitRequest
 from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import replaced
 
 __all__ = ["UNREADABLE", "Examination", "FitCall"]
 
@@ -165,8 +166,9 @@ class Examination(abc.ABC, Generic[T]):
         return status
 
 
-@contextlib.contextmanager
-def _fit_replaced(look: Callable[[FitCall], None], every: bool) -> Iterator[None]:
+def _fit_replaced(
+    look: Callable[[FitCall], None], every: bool
+) -> contextlib.AbstractContextManager[None]:
     original: Any = Model.fit
     signature = inspect.signature(original)
 
@@ -183,8 +185,4 @@ def _fit_replaced(look: Callable[[FitCall], None], every: bool) -> Iterator[None
         self.history = History()
         return self.history
 
-    Model.fit = fit  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Model.fit = original  # type: ignore[method-assign]
+    return replaced((Model, "fit", fit))

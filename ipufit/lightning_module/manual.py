@@ -23,7 +23,7 @@ from ipufit.losses import Loss, LossTerm, Turn, TurnLoss
 from ipufit.losses.named import check_loss_value
 from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
 from ipufit.utils import tree
-from ipufit.utils.state import call_with
+from ipufit.utils.state import call_with, replaced
 
 __all__ = ["ManualLosses", "ManualRun"]
 
@@ -85,14 +85,9 @@ class _OptimizerProxy:
         """Note that earlier losses do not count for the next step."""
         self._run.zero_grad(self._index)
 
-    @contextlib.contextmanager
-    def toggle_model(self, **_: object) -> Iterator[None]:
+    def toggle_model(self, **_: object) -> contextlib.AbstractContextManager[None]:
         """Losses in the block move the parameters of this optimizer alone."""
-        before, self._run.toggled = self._run.toggled, self._index
-        try:
-            yield
-        finally:
-            self._run.toggled = before
+        return replaced((self._run, "toggled", self._index))
 
     def __getattr__(self, name: str) -> object:
         refuse_here(

@@ -34,7 +34,7 @@ from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 from ipufit.utils import tree
 from ipufit.utils.random_streams import LOCK
-from ipufit.utils.state import fork_rng
+from ipufit.utils.state import fork_rng, replaced
 
 __all__ = ["MeasuredProgram", "ModuleMetrics", "StepMetrics"]
 
@@ -226,18 +226,10 @@ def has_seen(metric: MetricObject) -> bool:
     return any(each._update_count for each in _members(metric))
 
 
-@contextlib.contextmanager
-def without_sync(metric: MetricObject) -> Iterator[None]:
+def without_sync(metric: MetricObject) -> contextlib.AbstractContextManager[None]:
     """Keep a metric, in the block, from asking other processes by itself."""
     names = ("sync_on_compute", "_to_sync")
-    saved = [(each, [getattr(each, name) for name in names]) for each in _members(metric)]
-    for each, _ in saved:
-        each.sync_on_compute = each._to_sync = False
-    try:
-        yield
-    finally:
-        for each, before in saved:
-            each.sync_on_compute, each._to_sync = before
+    return replaced(*((each, name, False) for each in _members(metric) for name in names))
 
 
 class StepMetrics:

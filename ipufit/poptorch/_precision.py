@@ -16,7 +16,6 @@ from typing import (
     ContextManager,
     Dict,
     Iterable,
-    Iterator,
     List,
     Mapping,
     Optional,
@@ -38,6 +37,7 @@ from ipufit.poptorch.poptorch_core import UnrecoverableError
 from ipufit.tracing.graph_analysis import needed_nodes
 from ipufit.tracing.interpreter import Listener, OperatorCall
 from ipufit.utils import tree
+from ipufit.utils.state import replaced
 
 __all__ = [
     "DEVICE_DTYPES",
@@ -55,23 +55,27 @@ __all__ = [
     "trap_overflow",
 ]
 
-_preserved = False
+
+class _Present:
+    """What holds in the block that is running.
+
+    Attributes:
+        preserves: whether programs that are compiled keep float64 and int64.
+        clips: whether results in float16 are clipped to its range.
+    """
+
+    preserves = False
+    clips = True
 
 
 def keeps_float64() -> bool:
     """Return True if models that are compiled now compute in float64 where the user does."""
-    return _preserved
+    return _Present.preserves
 
 
-@contextlib.contextmanager
-def keep_float64() -> Iterator[None]:
+def keep_float64() -> ContextManager[None]:
     """Preserve float64 and int64 in programs compiled inside, to compare with other engines."""
-    global _preserved
-    before, _preserved = _preserved, True
-    try:
-        yield
-    finally:
-        _preserved = before
+    return replaced((_Present, "preserves", True))
 
 
 # A tensor of the left type is on the device one of the right type. What is not here can't go there.
@@ -273,18 +277,9 @@ def half_computed(makes_half_values: bool, tensors: Iterable[Tensor]) -> Context
     return contextlib.nullcontext()
 
 
-_clips = True
-
-
-@contextlib.contextmanager
-def trap_overflow(enabled: bool) -> Iterator[None]:
+def trap_overflow(enabled: bool) -> ContextManager[None]:
     """If enabled, float16 overflows to infinities inside, for ``FloatCheck`` to see them."""
-    global _clips
-    before, _clips = _clips, not enabled
-    try:
-        yield
-    finally:
-        _clips = before
+    return replaced((_Present, "clips", not enabled))
 
 
 class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -305,7 +300,9 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _has_half([*args, *kwargs.values()]):
             return func(*args, **kwargs)
         # What is written over can't be computed once more; one that changes a shape writes nothing.
-        changes = _clips and func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        changes = (
+            _Present.clips and func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        )
         if not changes and func not in _LACKING and func.overloadpacket not in _PRODUCTS:
             try:
                 result = func(*args, **kwargs)
@@ -315,9 +312,9 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _LACKING.add(func)
             else:
                 is_view = any(each.alias_info is not None for each in func._schema.returns)
-                if is_view or not _clips or all(map(_is_finite, tensors_in(result))):
+                if is_view or not _Present.clips or all(map(_is_finite, tensors_in(result))):
                     return result
-        return _in_single(func, args, kwargs, _clips)
+        return _in_single(func, args, kwargs, _Present.clips)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from ipufit.poptorch._operators.routing import call
 from ipufit.poptorch._precision import record_half
 from ipufit.poptorch._tracing import Trace, tensors_in, written_tensors
 from ipufit.tracing.flat_storage import storage_id
+from ipufit.utils.state import replaced
 
 __all__ = ["watched"]
 
@@ -199,8 +200,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-@contextlib.contextmanager
-def _seen_on_device(trace: Trace, calls: _Calls) -> Iterator[None]:
+def _seen_on_device(trace: Trace, calls: _Calls) -> contextlib.AbstractContextManager[None]:
     """Let tensors of the recording report the IPU as their device to forward, but not to torch.
 
     A tensor of the recording answers for itself: no mode is asked for its device.
@@ -213,11 +213,7 @@ def _seen_on_device(trace: Trace, calls: _Calls) -> Iterator[None]:
             return actual
         return _IPU
 
-    FakeTensor.device = property(device, original.fset)  # type: ignore
-    try:
-        yield
-    finally:
-        FakeTensor.device = original  # type: ignore
+    return replaced((FakeTensor, "device", property(device, original.fset)))
 
 
 @contextlib.contextmanager

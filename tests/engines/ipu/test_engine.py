@@ -461,7 +461,7 @@ def test_dampening_without_momentum_is_nothing_as_in_torch():
 
 
 def test_float64_is_converted_or_refused_as_no_device_has_it():
-    ipufit.poptorch._precision._preserved = False
+    ipufit.poptorch._precision._Present.preserves = False
     with pytest.raises(ConfigurationError, match="an IPU computes in float16 and float32, but"):
         compiled("ipu-standin", MLP().double())
     model = compiled("ipu-standin", MLP())
