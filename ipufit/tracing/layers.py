@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
@@ -103,22 +104,20 @@ def output_shapes(
     """
     shapes: Dict[nn.Module, List[str]] = {}
     used: Set[str] = set()
-    handles = [
-        part.register_forward_hook(
-            lambda part, _, out: shapes.setdefault(part, []).append(form(out))
-        )
-        for part in module.modules()
-    ]
+
+    def note(part: nn.Module, _: object, out: object) -> None:
+        shapes.setdefault(part, []).append(form(out))
+
     try:
-        _call_without_values(module, batch, used)
+        with contextlib.ExitStack() as hooks:
+            for part in module.modules():
+                hooks.enter_context(part.register_forward_hook(note))
+            _call_without_values(module, batch, used)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return shapes, used, "it reads the value of a tensor"
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         return shapes, used, f"{type(error).__name__}: {reason}"
-    finally:
-        for handle in handles:
-            handle.remove()
     return shapes, used, None
 
 

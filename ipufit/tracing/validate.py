@@ -6,6 +6,7 @@ one tensor, or a forward that replaces a tensor, of which the program would read
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -189,19 +190,16 @@ def initialize(module: nn.Module, batch: MicroBatch, is_training: bool) -> None:
         buffers = part.named_buffers(recurse=False)
         values.setdefault(part, {name: buffer.clone() for name, buffer in buffers})
 
-    # Each is called after the hook that initializes the part.
-    handles = [part.register_forward_pre_hook(keep) for part in module.modules()]
     args, kwargs, _, _ = batch.to(device_of(module)).unpack()
     mode = train_mode if is_training else eval_mode
-    try:
-        with torch.no_grad(), mode(module):
-            module(*args, **kwargs)
-            for part, buffers in values.items():
-                for name, value in buffers.items():
-                    part.get_buffer(name).copy_(value)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad(), mode(module):
+        for part in module.modules():
+            # Called after the hook that initializes the part.
+            hooks.enter_context(part.register_forward_pre_hook(keep))
+        module(*args, **kwargs)
+        for part, buffers in values.items():
+            for name, value in buffers.items():
+                part.get_buffer(name).copy_(value)
     refuse_unready(module)
 
 

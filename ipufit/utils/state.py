@@ -394,14 +394,9 @@ def _is_same(container: Any, content: Any) -> bool:
     return all(map(operator.is_, container, content))
 
 
-@contextlib.contextmanager
-def _as_found(modules: Sequence[Optional[nn.Module]]) -> Iterator[None]:
-    flags = [(m, m.training) for module in modules if module is not None for m in module.modules()]
-    try:
-        yield
-    finally:
-        for m, flag in flags:
-            m.training = flag
+def _as_found(modules: Sequence[Optional[nn.Module]]) -> contextlib.AbstractContextManager[None]:
+    parts = [part for module in modules if module is not None for part in module.modules()]
+    return replaced(*((part, "training", part.training) for part in parts))
 
 
 @contextlib.contextmanager
@@ -495,11 +490,8 @@ def watch_modules(
             what the call returns instead.
     """
     # Hooks for all modules: one of a module's own would switch off torch's fast paths.
-    handles = [register_module_forward_pre_hook(on_call)]
-    if on_return is not None:
-        handles.append(register_module_forward_hook(on_return))
-    try:
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(register_module_forward_pre_hook(on_call))
+        if on_return is not None:
+            hooks.enter_context(register_module_forward_hook(on_return))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -179,7 +179,6 @@ def _calls(module: nn.Module, loss: Loss, batch: MicroBatch) -> List[_Call]:
     """Record the calls of a forward pass in the order of their returns; the module's is last."""
     done: List[_Call] = []
     stack: List[_Call] = []
-    handles = []
 
     def begin(
         name: str, part: nn.Module, args: Tuple[object, ...], kwargs: Mapping[str, object]
@@ -187,7 +186,7 @@ def _calls(module: nn.Module, loss: Loss, batch: MicroBatch) -> List[_Call]:
         args, kwargs = tree.map_leaves(_copy_tensor, (args, dict(kwargs)))
         stack.append(_Call(name, part, args, kwargs, _generators()))
 
-    def end(output: object) -> None:
+    def end(part: nn.Module, args: object, output: object) -> None:
         call = stack.pop()
         call.output = tree.map_leaves(_copy_tensor, output)
         moved = any(not torch.equal(a, b) for a, b in zip(call.before, _generators()))
@@ -196,21 +195,13 @@ def _calls(module: nn.Module, loss: Loss, batch: MicroBatch) -> List[_Call]:
             stack[-1].inner.append(call)
         done.append(call)
 
-    for name, part in module.named_modules():
-        handles.append(
-            part.register_forward_pre_hook(
-                lambda part, args, kwargs, name=name: begin(name, part, args, kwargs),
-                with_kwargs=True,
-            )
-        )
-        handles.append(part.register_forward_hook(lambda part, args, output: end(output)))
     args, kwargs, _, _ = batch.unpack()
-    try:
-        with torch.set_grad_enabled(loss.differentiates):
-            loss.call(module, args, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.set_grad_enabled(loss.differentiates):
+        for name, part in module.named_modules():
+            starting = functools.partial(begin, name)
+            hooks.enter_context(part.register_forward_pre_hook(starting, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(end))
+        loss.call(module, args, kwargs)
     return done
 
 
