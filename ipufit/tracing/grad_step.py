@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -336,6 +336,7 @@ class MicroBatchStep(abc.ABC):
         with_gradient: names of the parameters that have a place in the gradients.
         with_grad: names of those that a gradient came to in the last call.
         indices: where those gradients are sparse, shape (dimensions, values), by name.
+        written: names of the state that the first call, or a recording, changes in place.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
         facts: what the batch shows of the loss; None before the first call with a loss.
@@ -368,6 +369,7 @@ class MicroBatchStep(abc.ABC):
         self.with_gradient: Tuple[str, ...] = ()
         self.with_grad: frozenset[str] = frozenset()
         self.indices: Dict[str, Tensor] = {}
+        self.written: Set[str] = set()
 
     @property
     def forward_leaves(self) -> int:

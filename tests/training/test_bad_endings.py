@@ -1,13 +1,18 @@
 """Training that ends early: a loss that is no number, Ctrl-C. Nothing that was learned is lost."""
 
+import contextlib
+import math
 import os
 import signal
 import threading
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import ipufit
+from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import NonFiniteLossError
 from tests.engines import runs_eagerly
 from tests.faulty import (
@@ -23,6 +28,7 @@ from tests.faulty import (
     loader,
     state,
 )
+from tests.tape import Tapes
 
 
 class Spoilt:
@@ -122,6 +128,50 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(
     assert len(engine.left.buffers) == replicas
     assert_clean(model)
     assert_goes_on_alike(model, twin, device_iterations=di, **plan)
+
+
+class Followed(nn.Module):
+    """A layer, and a frozen one that follows it in forward, as a momentum encoder does."""
+
+    def __init__(self, by_data):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.slow = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+        self.by_data = by_data
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                for slow, fast in zip(self.slow.parameters(), self.layer.parameters()):
+                    target = slow.data if self.by_data else slow
+                    target.mul_(0.9).add_(fast, alpha=0.1)
+        return self.layer(x) + self.slow(x)
+
+
+@pytest.mark.both_engines
+@pytest.mark.grid
+@pytest.mark.parametrize("by_data", [False, True], ids=["parameter", "data"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("di", [1, 4])
+@pytest.mark.parametrize("way", ["recorded", "late", "replayed", "eager"])
+def test_a_frozen_parameter_that_forward_changes_goes_back_too(way, di, accumulation, by_data):
+    """It is a weight, and the error says that weights are those from before the update."""
+
+    def trained(updates):
+        engine = EmbeddedEngine()
+        engine.as_device = way in ("late", "replayed")
+        engine.tape = Tapes() if way == "replayed" else None
+        model = ipufit.Model(Followed(by_data), engine=lambda: engine)
+        model.compile("sgd", "mse", run_eagerly=way == "eager")
+        x = torch.ones(4 * accumulation * updates, 2)
+        x[4 * accumulation * 10 :] = math.nan
+        work = {"device_iterations": di, "gradient_accumulation": accumulation, "verbose": 0}
+        fails = pytest.raises(NonFiniteLossError, match=" in update 10")
+        with fails if updates > 10 else contextlib.nullcontext():
+            model.fit(x, x[:, :1], batch_size=4, shuffle=False, **work)
+        return flat(model.module.state_dict())
+
+    assert_same_bits(trained(12), trained(10))
 
 
 @pytest.mark.long("ipu-standin")

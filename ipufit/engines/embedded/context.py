@@ -31,7 +31,7 @@ from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, MicroBatchStep, ModuleWithLoss
-from ipufit.tracing.graph_analysis import peak_bytes
+from ipufit.tracing.graph_analysis import Memories, peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import reachable_generators, refuse_draws
@@ -39,7 +39,7 @@ from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_operators import uses_random_numbers
 from ipufit.utils.random_streams import Generators, isolated
-from ipufit.utils.state import device_of
+from ipufit.utils.state import device_of, same_values
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Decision, Merger
@@ -164,6 +164,9 @@ class EngineContext(Engine):
                 config.compiler,
             )
             self.hints.update(micro.hints)
+            if graph is not None:
+                changed = Memories(graph.graph).changed
+                micro.written = {name for i, name in enumerate(micro.names) if i in changed}
             key = (fingerprint(step)[0], *key[1:])
             self._traced[key] = TracedStep(run, lowered, micro, random, held, graph)
             if len(self._traced) > max(_KEPT, 4 * config.max_recordings):
@@ -172,7 +175,7 @@ class EngineContext(Engine):
         return self._traced[key]
 
     def _try_eagerly(
-        self, micro: EagerStep, arguments: Sequence[object], device: torch.device
+        self, micro: EagerStep, arguments: Sequence[Tensor], device: torch.device
     ) -> TracedStep:
         """Run the module itself on copies, to see outputs, and what a gradient reaches."""
         step = micro.step
@@ -180,10 +183,13 @@ class EngineContext(Engine):
         with self.timed(), step.preserve_attributes(), for_this_engine():
             try:
                 with isolated(device), refuse_missing_half():
-                    micro(*map(copy_leaf, arguments))
+                    copies = list(map(copy_leaf, arguments))
+                    micro(*copies)
             finally:
                 generators.restore()
         self.hints.update(micro.hints)
+        compared = zip(micro.names if micro.blocks else (), copies, arguments)
+        micro.written = {name for name, now, before in compared if not same_values(now, before)}
         return TracedStep(micro, Lowered(micro, OFF, ""), micro, True, (), None)
 
     def merge(self, merger: Merger, replicas: Sequence[Mapping[str, Tensor]]) -> Decision:

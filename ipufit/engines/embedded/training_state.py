@@ -49,8 +49,8 @@ def copy_of(buffers: Mapping[str, Tensor]) -> Buffers:
 
 def put_back(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Write values into the buffers, in place."""
-    for name, tensor in buffers.items():
-        tensor.copy_(values[name])
+    for name, value in values.items():
+        buffers[name].copy_(value)
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
@@ -300,6 +300,8 @@ class TrainingState:
         updater: applies the optimizer, and holds its state.
         scaler: follows the loss scale; None without one.
         replicas: buffers of each replica; those of replica 0 are the module's own.
+        written: parameters that micro-batches themselves change in place, by name.
+        in_place: all that these change: buffers of each replica, and such parameters.
         updates: weight updates done since ``compile``, skipped ones included.
         storage: the trained parameters.
         averages: their moving averages; None without averaging.
@@ -340,6 +342,8 @@ class TrainingState:
         self.replicas = carried.replicas.recall(
             spec.plan.replicas, self.buffers, apart=not spec.processes.is_rank_zero
         )
+        self.written: Buffers = {}
+        self.in_place = [*self.replicas, self.written]
         self.updates = spec.first_update
         self.storage = placement.storage
         self.averages: Optional[MovingAverages] = None
@@ -450,6 +454,10 @@ class TrainingState:
         tensors = [views[n] if n in views else parameters[n].detach() for n in names]
         return [*tensors, *buffers.values()]
 
+    def note_written(self, names: Collection[str]) -> None:
+        """Have these parameters, which micro-batches change in place, go back as buffers do."""
+        self.written.update({n: self.storage.views.get(n, self.parameters[n].data) for n in names})
+
     def call_arguments(self, state: Sequence[Tensor], leaves: Sequence[Tensor]) -> List[Tensor]:
         """All that a recording takes: the state, a batch's leaves and the loss scale, if any."""
         scale = [] if self.scaler is None else [self.scaler.tensor(leaves[0].device)]
@@ -470,6 +478,8 @@ class TrainingState:
         others = [(n, p) for n, p in self.parameters.items() if n not in set(with_gradient)]
         self.storage = self.placement.bind(self.lay_out(with_gradient), others, self.updates)
         self.with_gradient = with_gradient
+        if self.written:
+            self.note_written(self.written)
         rule, storage = self.spec.config.ema, self.storage
         if rule is not None:
             self.averages = MovingAverages(
@@ -634,7 +644,7 @@ class TrainingState:
             return Snapshot([], [], None, None, None, self.updates, whole)
         return Snapshot(
             flats=[flat.clone() for flat in self.storage.flats],
-            buffers=[copy_of(buffers) for buffers in self.replicas],
+            buffers=[copy_of(buffers) for buffers in self.in_place],
             optimizer=self.updater.snapshot(),
             averages=self.averages.snapshot() if self.averages is not None else None,
             scale=self.scaler.state if self.scaler is not None else None,
@@ -653,7 +663,7 @@ class TrainingState:
             self.scaler.state = snapshot.scale
         for flat, value in zip(self.storage.flats, snapshot.flats):
             flat.copy_(value)
-        for buffers, values in zip(self.replicas, snapshot.buffers):
+        for buffers, values in zip(self.in_place, snapshot.buffers):
             put_back(buffers, values)
         self.updater.restore(snapshot.optimizer)
         if self.averages is not None and snapshot.averages is not None:

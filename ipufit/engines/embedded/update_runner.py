@@ -209,7 +209,7 @@ class UpdateRunner(UpdateWay):
         is_sum = self._spec.config.outputs.mode == "sum"
         wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
         results = ExecutionOutputs(wanted, self._spec.plan.replicas if is_sum else 0)
-        has_buffers = bool(state.replicas[0])
+        has_buffers = any(state.in_place)
         moves = execution.moves or [self._only_move] * len(updates)
         for index, update in enumerate(updates):
             move = moves[index]
@@ -221,7 +221,7 @@ class UpdateRunner(UpdateWay):
             self._with_grad, self._indices = set(), {}
             # Where an update is known to be made, nobody needs this: what fails takes all back.
             saves = has_buffers and left is not False
-            saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
+            saved = [copy_of(buffers) for buffers in state.in_place] if saves else []
             try:
                 gradients = self._gradients(execution, index, results, move)
                 if execution.moves:
@@ -232,7 +232,7 @@ class UpdateRunner(UpdateWay):
                     self._is_judged and self._judge(gradients, left, results)
                 )
             except BaseException:
-                for buffers, values in zip(state.replicas, saved):
+                for buffers, values in zip(state.in_place, saved):
                     put_back(buffers, values)
                 if state.varies:
                     self._bind_all(execution.rows[index:])
