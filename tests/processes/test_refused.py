@@ -234,17 +234,17 @@ class Late(nn.Module):
         if x.dim() == 2:
             return self.net(x) * self.scale
         assert x.sum().item() < 1e9
-        return self.net(x.sum(1)) * (self.scale if KEEPS else 1)
+        return self.net(x.sum(1)) * (self.scale if x.max().item() < KEEPS_BELOW else 1)
 
 
-KEEPS = sys.argv[1] == "keeps"
+KEEPS_BELOW = int(sys.argv[1])
 torch.manual_seed(0)
 net = Late()
 groups = [{"params": net.net.parameters()}, {"params": [net.scale]}]
 model = ipufit.Model(net)
 model.compile(torch.optim.SGD(groups, 0.1), "cross_entropy")
 rows, labels = torch.ones(2, 2), torch.tensor([0, 1])
-batches = [(rows, labels)] * 2 + [(rows[:, None], labels)] * 2
+batches = [(rows, labels)] * 2 + [(rows[:, None] * size, labels) for size in (1, 1, 2, 2)]
 warnings.simplefilter("ignore")
 try:
     model.fit(batches, epochs=1, verbose=0)
@@ -256,24 +256,28 @@ except ipufit.errors.IpufitError as error:
 
 
 @pytest.mark.parametrize(
-    ("way", "text"),
+    ("keeps_below", "text"),
     [
-        (
-            "leaves out",
-            "CaptureError over several processes a batch that can't be recorded must give every "
-            "parameter a gradient that recorded ones do, but one of the shapes (2, 1, 2), (2,) "
-            "gives 'scale' none. Multiply what is left out by zero, or use compile(..., "
-            "run_eagerly=True).",
+        *(
+            (
+                below,
+                "CaptureError over several processes, beside recorded batches or with "
+                "Memory(shard=...), a batch that the module itself computes must give every "
+                "parameter a gradient that the first ones do, but one in update "
+                f"{update} gives 'scale' none. Multiply what is left out by zero, or use "
+                "compile(..., run_eagerly=True) without shard=.",
+            )
+            for below, update in ((0, 1), (2, 2))
         ),
         (
-            "keeps",
+            3,
             "CaptureError over several processes the first batch of a fit must be one that can be "
             "recorded, but that of this process can't be. Let the loader begin with another one, "
             "or use compile(..., run_eagerly=True).",
         ),
     ],
 )
-def test_a_late_shape_that_cannot_be_recorded_goes_along_with_the_others(way, text):
+def test_a_late_shape_that_cannot_be_recorded_goes_along_with_the_others(keeps_below, text):
     """What all processes could not agree on is refused."""
-    for ended in run_copies(LATE, 2, args=(way,)):
+    for ended in run_copies(LATE, 2, args=(str(keeps_below),)):
         assert ended.stdout.strip() == text, str(ended)

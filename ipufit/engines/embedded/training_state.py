@@ -399,12 +399,10 @@ class TrainingState:
         ]
 
     def finish(self, gradients: List[Tensor], turn: TurnState) -> List[Tensor]:
-        """Bound the gradients of a turn together, where parts of the optimizer get them apart."""
-        updater = self.updater
-        if not isinstance(updater, TurnOptimizer) or updater.finish.is_identity:
-            return gradients
+        """Bound the gradients of a turn together: parts of the optimizer get them apart."""
+        assert isinstance(self.updater, TurnOptimizer)
         blocks = turn.gradient_blocks if self.varies else self._blocks_of(turn)
-        return updater.finish(gradients, blocks, self.gradients_like(turn))
+        return self.updater.finish(gradients, blocks, self.gradients_like(turn))
 
     def _blocks_of(self, turn: TurnState) -> List[FlatBlock]:
         return [self.storage.blocks[place] for place in turn.blocks]
@@ -494,8 +492,6 @@ class TrainingState:
 
     def _divide(self, updater: TurnOptimizer) -> Tuple[str, ...]:
         """Divide parameters into the parts that turns move; return their names in this order."""
-        for turn in self.turns:
-            turn.present = turn.present or turn.with_gradient
         parts = parts_of(self.trained, self.turns)
         for index, turn in enumerate(self.turns):
             turn.parts = [place for place, key in enumerate(parts) if index in key]

@@ -255,7 +255,7 @@ def parts_of(names: Sequence[str], turns: Sequence[TurnState]) -> Dict[Tuple[int
         turns: recorded, so that they know what they reach.
     """
     ever = {name for turn in turns for name in turn.with_gradient}
-    sets: List[Set[str]] = [set(turn.present) for turn in turns]
+    sets: List[Set[str]] = [set(turn.present or turn.with_gradient) for turn in turns]
     parts: Dict[Tuple[int, ...], List[str]] = {}
     for name in filter(ever.__contains__, names):
         key = tuple(index for index, those in enumerate(sets) if name in those)

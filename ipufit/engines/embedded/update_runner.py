@@ -20,10 +20,10 @@ from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy
 from ipufit.engines.embedded.turns import Move, TurnState, by_micro_batch
 from ipufit.engines.gradient_reduction import GradientReduction, GradientSum, are_finite
 from ipufit.engines.program import ExecutionResult
-from ipufit.errors import NonFiniteLossError
+from ipufit.errors import CaptureError, NonFiniteLossError
 from ipufit.optim.resolve import sparse_parameters
 from ipufit.processes import common
-from ipufit.tracing.grad_step import MicroBatchStep
+from ipufit.tracing.grad_step import MicroBatchStep, public_name
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
@@ -277,6 +277,22 @@ class UpdateRunner(UpdateWay):
         for name, indices in micro.indices.items():
             self._indices.setdefault(name, []).append(indices)
 
+    def _refuse_left_out(self, micro: MicroBatchStep) -> None:
+        """Refuse a micro-batch without a gradient that an update of all processes counts on.
+
+        Raises:
+            CaptureError: an optimizer would take it for a gradient of zero.
+        """
+        left_out = set(micro.with_gradient).difference(micro.with_grad)
+        if left_out:
+            raise CaptureError(
+                "over several processes, beside recorded batches or with Memory(shard=...), a "
+                "batch that the module itself computes must give every parameter a gradient that "
+                f"the first ones do, but one in update {self._state.updates} gives "
+                f"{public_name(min(left_out))!r} none. Multiply what is left out by zero, or use "
+                "compile(..., run_eagerly=True) without shard=."
+            )
+
     def _common_indices(self) -> Dict[str, Tensor]:
         """Return where the gradients of the update, of all processes, are sparse."""
         several = self._indices
@@ -375,6 +391,8 @@ class UpdateRunner(UpdateWay):
                     meeting.host = None
             if state.varies or self._goes_by_indices:
                 self._note(recorded.micro)
+            elif share is not None and recorded.graph is None:
+                self._refuse_left_out(recorded.micro)
             if self.at_once and share is None:
                 value = (numbers[0] if numbers.dim() else numbers).item()
                 if not math.isfinite(value):

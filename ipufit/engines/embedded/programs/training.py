@@ -27,14 +27,7 @@ from ipufit.engines.embedded.training_state import CarriedState, StatePlacement,
 from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, moves_of, turn_states
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
-from ipufit.engines.program import (
-    ExecutionResult,
-    Form,
-    Prepared,
-    ProgramSpec,
-    TrainState,
-    in_words,
-)
+from ipufit.engines.program import ExecutionResult, Form, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError, OptimizerError
 from ipufit.optim.resolve import sparse_parameters
 from ipufit.optim.rules import rules_by_group
@@ -154,14 +147,6 @@ class TrainingProgram(BaseProgram):
             with self._engine.timed():
                 state.bind(names)
         recorded = super()._run_itself(form, example, turn)
-        left_out = set(state.turns[turn].with_gradient).difference(recorded.micro.with_grad)
-        if self._spec.processes.is_distributed and left_out:
-            raise CaptureError(
-                "over several processes a batch that can't be recorded must give every parameter a "
-                "gradient that recorded ones do, but one of the shapes "
-                f"{in_words([form])[0]} gives {public_name(min(left_out))!r} none. Multiply what "
-                "is left out by zero, or use compile(..., run_eagerly=True)."
-            )
         if recorded.micro.varies:
             # As in a program that runs eagerly as a whole.
             state.varies = True
