@@ -165,8 +165,8 @@ class EngineContext(Engine):
             )
             self.hints.update(micro.hints)
             if graph is not None:
-                changed = Memories(graph.graph).changed
-                micro.written = {name for i, name in enumerate(micro.names) if i in changed}
+                for index in Memories(graph.graph).changed:
+                    micro.written.update(micro.names[index : index + 1])
             key = (fingerprint(step)[0], *key[1:])
             self._traced[key] = TracedStep(run, lowered, micro, random, held, graph)
             if len(self._traced) > max(_KEPT, 4 * config.max_recordings):
