@@ -69,9 +69,10 @@ def _checked(leaf: tree.Leaf, name: str, first: int = 0) -> tree.Leaf:
         value = leaf[tuple(place)].item()
         place[0] += first
         where = place[0] if len(place) == 1 else tuple(place)
+        advice = "If it is no weight, yield ((first, second), target) or a dict." * (leaf.dim() > 1)
         raise DataError(
             f"{name} must be finite and not negative, but is {value:g} at position {where}. Use "
-            "0 to leave a sample out."
+            f"0 to leave a sample out. {advice}".rstrip()
         )
     return leaf
 

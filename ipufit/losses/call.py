@@ -211,6 +211,13 @@ class CallLoss(Loss):
         values: Dict[str, object] = {}
         for parameter, name in self.arguments:
             values[parameter] = self._find(parameter, name, outputs, fields, target)
+        of_module = set(map(id, outputs.values()))
+        if outputs and of_module.isdisjoint(map(id, values.values())):
+            raise LossError(
+                f"loss {self.name!r} must take an output of the module, but it takes "
+                f"{_listed(values)} from the batch, and the outputs are {_listed(outputs)}. Name "
+                f"one: ipufit.losses.Call(loss, {next(iter(values))}={next(iter(outputs))!r})."
+            )
         if len(values) == 2:
             first, second = values.values()
             return (first, second) if self.inner.order.first == "prediction" else (second, first)
@@ -242,7 +249,8 @@ class CallLoss(Loss):
         raise LossError(
             f"loss {self.name!r} takes {parameter!r} by the name {name or parameter!r}, but the "
             f"module's outputs are {_listed(outputs)} and the fields of the batch {_listed(fields)}"
-            f". Name one of these: ipufit.losses.Call(loss, {parameter}='...')."
+            f". Name one of these, ipufit.losses.Call(loss, {parameter}='...'), or yield a dict "
+            f"with a field {name or parameter!r}."
         )
 
     def _fields(self, target: object) -> Mapping[str, object]:

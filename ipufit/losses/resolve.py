@@ -224,7 +224,7 @@ def _refuse_few_parameters(name: str, call: Callable[..., object]) -> None:
     """Refuse a loss that can't be called with a prediction and a target.
 
     Raises:
-        LossError: it takes fewer arguments.
+        LossError: it takes fewer arguments, or a module and a batch.
     """
     try:
         parameters = inspect.signature(call).parameters.values()
@@ -233,6 +233,11 @@ def _refuse_few_parameters(name: str, call: Callable[..., object]) -> None:
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     takes = [p for p in parameters if p.kind in places or p.default is p.empty]
     takes = [p for p in takes if p.kind is not p.VAR_KEYWORD and p.name != "sample_weight"]
+    if [p.name for p in takes[1:]] == ["batch"]:
+        raise LossError(
+            f"a loss is called with (prediction, target), but {name!r} takes a batch, as a step of "
+            f"your own does. Write loss=ipufit.TrainStep({name})."
+        )
     if len(takes) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in takes):
         return
     shown = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)

@@ -440,8 +440,16 @@ class MicroBatchStep(abc.ABC):
             self._look_for_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
             weights = [state[name] for name in names]
-            with mark_backward_pass(objective):
-                gradients = self._differentiate(objective, weights, loss is not term.value)
+            try:
+                with mark_backward_pass(objective):
+                    gradients = self._differentiate(objective, weights, loss is not term.value)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                raise LossError(
+                    "forward, loss or step must leave the backward pass to ipufit, but one of them "
+                    "calls backward(). Return the loss; its gradients and the update follow."
+                ) from error
             by_name.update((n, g) for n, g in zip(names, gradients) if g is not None)
         self.with_grad = frozenset(by_name)
         if not self.with_gradient or not term.value.requires_grad:

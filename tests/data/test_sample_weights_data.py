@@ -246,7 +246,8 @@ def test_a_bad_weight_is_named_with_its_position(value):
     with pytest.raises(DataError) as caught:
         model.evaluate([(X, X, {"a": bad(7, value)[:, None]})], verbose=0)
     assert str(caught.value) == (
-        f"evaluation data, batch 0: sample_weight['a'] {text} (7, 0). Use 0 to leave a sample out."
+        f"evaluation data, batch 0: sample_weight['a'] {text} (7, 0). Use 0 to leave a sample out. "
+        "If it is no weight, yield ((first, second), target) or a dict."
     )
 
 

@@ -95,6 +95,40 @@ def test_a_loss_with_fewer_parameters_is_refused_by_compile(loss, shown):
     )
 
 
+def test_a_step_in_the_place_of_a_loss_is_refused_with_its_class():
+    """It would be called with a prediction where it takes the module."""
+
+    def step(net, batch):
+        return net(batch[0]).mean()
+
+    for loss in (step, [step, step]):
+        with pytest.raises(LossError) as caught:
+            compiled(loss=loss)
+        assert str(caught.value) == (
+            "a loss is called with (prediction, target), but 'step' takes a batch, as a step of "
+            "your own does. Write loss=ipufit.TrainStep(step)."
+        )
+
+
+@embedded_only("PopTorch records no backward pass")
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["recorded", "eager"])
+def test_a_backward_pass_of_ones_own_is_refused(run_eagerly):
+    """As it stands in every loop; torch's error speaks of a graph that was freed."""
+
+    def loss(prediction, target):
+        value = (prediction - target).square().mean()
+        value.backward()
+        return value
+
+    text = (
+        "forward, loss or step must leave the backward pass to ipufit, but one of them calls "
+        "backward(). Return the loss; its gradients and the update follow."
+    )
+    model = compiled(loss=loss, run_eagerly=run_eagerly)
+    with refused(model, LossError, text):
+        fit(model)
+
+
 @pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(

@@ -411,24 +411,34 @@ def test_what_poptorch_has_no_operator_for_is_refused_by_name():
             nn.CTCLoss(),
             "loss 'CTCLoss' takes 'input_lengths' by the name 'input_lengths', but the module's "
             "outputs are 'output' and the fields of the batch 'target', 'x', 'mask', 'value'. Name "
-            "one of these: ipufit.losses.Call(loss, input_lengths='...').",
+            "one of these, ipufit.losses.Call(loss, input_lengths='...'), or yield a dict with a "
+            "field 'input_lengths'.",
         ),
         (
             Net,
             Call(nn.GaussianNLLLoss(), var="variance", input="scores"),
             "loss 'GaussianNLLLoss' takes 'var' by the name 'variance', but the module's outputs "
             "are 'scores', 'logits', 'var' and the fields of the batch 'target', 'x', 'mask', "
-            "'value'. Name one of these: ipufit.losses.Call(loss, var='...').",
+            "'value'. Name one of these, ipufit.losses.Call(loss, var='...'), or yield a dict with "
+            "a field 'variance'.",
         ),
         (
             Net,
             nn.GaussianNLLLoss(),
             "loss 'GaussianNLLLoss' takes 'input' by the name 'input', but the module's outputs "
             "are 'scores', 'logits', 'var' and the fields of the batch 'target', 'x', 'mask', "
-            "'value'. Name one of these: ipufit.losses.Call(loss, input='...').",
+            "'value'. Name one of these, ipufit.losses.Call(loss, input='...'), or yield a dict "
+            "with a field 'input'.",
+        ),
+        (
+            One,
+            Call(nn.TripletMarginLoss(), anchor="x", positive="value", negative="mask"),
+            "loss 'TripletMarginLoss' must take an output of the module, but it takes 'anchor', "
+            "'positive', 'negative' from the batch, and the outputs are 'output'. Name one: "
+            "ipufit.losses.Call(loss, anchor='output').",
         ),
     ],
-    ids=["field", "name", "several outputs"],
+    ids=["field", "name", "several outputs", "no output"],
 )
 def test_names_that_match_nothing_are_refused_before_any_work(net, loss, text, run_eagerly):
     model = compiled(net(), loss, targets="value", run_eagerly=run_eagerly)

@@ -100,6 +100,13 @@ def explained(model, capsys):
     return next(line for line in capsys.readouterr().out.splitlines() if "The step of" in line)
 
 
+def test_every_optimizer_of_torch_is_held_against_its_loop():
+    """Here or with the rules; SparseAdam in test_plain_loops.py. LBFGS alone is refused."""
+    there = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    by_rule = {"SGD", "Adam", "AdamW", "RMSprop"}
+    assert there - {"Optimizer", *OF_TORCH} == {*by_rule, "SparseAdam", "LBFGS"}
+
+
 def test_an_engine_runs_the_step_or_refuses_it_with_its_name(engine):
     """Before any work."""
     module = net()
