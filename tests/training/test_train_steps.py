@@ -13,8 +13,8 @@ from torch import nn
 import ipufit
 from ipufit import TrainStep
 from ipufit.errors import ConfigurationError, LossError, MetricError, NonFiniteLossError
-from tests.engines import moves_parts
-from tests.optim.own_optimizers import Lion
+from tests.engines import moves_parts, own_step
+from tests.optim.own_optimizers import Lion, ScheduleFree
 from tests.training.own_steps import (
     PROGRAMS,
     Adversaries,
@@ -245,28 +245,34 @@ def test_schedules_averages_and_clipping_go_with_turns():
                             device_iterations=3, callbacks=[Rates()]))  # fmt: skip
 
 
+class Two(nn.Module):
+    """A body and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def both(net, batch):
+    """Moves all."""
+    return {"both": (net(batch[0]) - batch[1]).square().mean()}
+
+
+def body(net, batch):
+    """Moves a part of it."""
+    return {"body": (net.body(batch[0]) - batch[1]).abs().mean()}
+
+
 @moves_parts
 def test_a_parameter_without_a_gradient_keeps_its_state():
     """Two losses on the same optimizer: what one of them does not reach, its turn leaves alone."""
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(2, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.head(self.body(x))
-
-    def both(net, batch):
-        return {"both": (net(batch[0]) - batch[1]).square().mean()}
-
-    def body(net, batch):
-        return {"body": (net.body(batch[0]) - batch[1]).abs().mean()}
-
     torch.manual_seed(2)
-    net = Two().double()
-    torch.manual_seed(2)
-    twin = Two().double()
+    net = Two()
+    twin = copy.deepcopy(net)
     model = ipufit.Model(net)
     model.compile("adamw", [TrainStep(both, {"both": None}), TrainStep(body, {"body": None})])
     x, y = samples()
@@ -379,25 +385,47 @@ def test_what_varies_in_turns_has_the_same_bits_however_it_runs(clip, tmp_path):
     assert equal(expected, run("parts", resume="auto"))
 
 
-@moves_parts
+@own_step
+@pytest.mark.parametrize("alone", [False, True], ids=["beside another", "alone"])
+@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
+def test_a_step_that_runs_as_it_is_runs_once_in_every_turn(alone, eager):
+    """A schedule-free optimizer counts its steps, a hook is called by each."""
+    counts = {}
+    has_hooks = hasattr(torch.optim.Optimizer, "register_step_post_hook")
+
+    def optimizers(net):
+        counts[net] = []
+        free = ScheduleFree(net.parameters() if alone else net.body.parameters(), lr=0.05)
+        if has_hooks:
+            free.register_step_post_hook(lambda *_: counts[net].append(1))
+        return [free] if alone else [free, torch.optim.Adam(net.head.parameters(), lr=0.05)]
+
+    torch.manual_seed(2)
+    net = Two()
+    twin = copy.deepcopy(net)
+    chosen, by_hand = optimizers(net), optimizers(twin)
+    model = ipufit.Model(net)
+    steps = [TrainStep(both, {"both": None}), TrainStep(body, {"body": "body"})]
+    model.compile(chosen[0] if alone else chosen, steps, run_eagerly=eager)
+    x, y = samples()
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    by_hand[0].train()
+    for pair in zip(x.split(4), y.split(4)):
+        for function in (both, body):
+            twin.zero_grad()
+            sum(function(twin, pair).values()).backward()
+            for each in by_hand:
+                each.step()
+    by_hand[0].eval()
+    assert difference(net, twin) < 1e-12
+    assert len(counts[net]) == len(counts[twin]) == (22 if has_hooks else 0)
+
+
+@own_step
 @pytest.mark.parametrize("optimizer", ["one", "several"])
 @pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
 def test_a_bound_is_one_of_all_gradients_of_a_step(optimizer, eager):
     """Also where another step moves a part of them."""
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(2, 3).double(), nn.Linear(3, 3).double()
-
-        def forward(self, x):
-            return self.head(self.body(x))
-
-    def both(net, batch):
-        return {"both": (net(batch[0]) - batch[1]).square().mean()}
-
-    def body(net, batch):
-        return {"body": (net.body(batch[0]) - batch[1]).abs().mean()}
 
     def optimizers(net):
         if optimizer == "one":

@@ -29,6 +29,8 @@ __all__ = [
     "Graphs",
     "Rows",
     "RuleOptimizer",
+    "Steps",
+    "Waiting",
     "apply_rules",
 ]
 
@@ -126,6 +128,10 @@ class FlatOptimizer(abc.ABC):
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update, from gradients as they were accumulated."""
 
+    def step_with(self, gradients: Sequence[Tensor], others: Steps) -> None:
+        """One weight update that has waited, with those of other parts of its optimizer."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def skip(self) -> None:
         """Leave a weight update out."""
@@ -161,6 +167,12 @@ class FlatOptimizer(abc.ABC):
     def explain(self) -> List[str]:
         """Describe in sentences what is particular about how updates are made."""
         return []
+
+
+# Parts of one optimizer, each with its gradients.
+Steps = List[Tuple[FlatOptimizer, Sequence[Tensor]]]
+# Steps that wait until there are those of all parts, by the identity of their optimizer.
+Waiting = Dict[int, Steps]
 
 
 class CompositeOptimizer(FlatOptimizer):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ipufit.core.compile_arguments import Backend
 from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows
+from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows, Waiting
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.optim.several import has_step_hooks, members_of
@@ -86,6 +86,7 @@ def make_mixed(
     finish: GradientTransform,
     memory: StateMemory,
     compiler: Optional[Backend],
+    waiting: Optional[Waiting],
 ) -> FlatOptimizer:
     """Make what applies an optimizer of which at least a part has no rule.
 
@@ -96,10 +97,11 @@ def make_mixed(
         finish: makes of accumulated gradients what the optimizers get.
         memory: where the state is between two updates.
         compiler: of recorded graphs.
+        waiting: as a :class:`TracedOptimizer` takes it.
     """
     members = list(members_of(optimizer).values())
     if len(members) == 1 or has_step_hooks(optimizer):
-        return TracedOptimizer(optimizer, finish, memory, compiler)
+        return TracedOptimizer(optimizer, finish, memory, compiler, 0, waiting)
     plain = GradientTransform(Clip(), None)
     parts: List[Tuple[FlatOptimizer, Sequence[int], slice]] = []
     ruled = [index for index, rule in enumerate(by_rule) if rule is not None]
@@ -110,7 +112,7 @@ def make_mixed(
         groups = range(start, start + len(member.param_groups))
         start = groups.stop
         if by_rule[groups.start] is None:
-            traced = TracedOptimizer(member, plain, memory, compiler, groups.start)
+            traced = TracedOptimizer(member, plain, memory, compiler, groups.start, waiting)
             parts.append((traced, groups, slice(groups.start, groups.stop)))
     owners = {
         id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from ipufit.core.compile_arguments import Backend
 from ipufit.core.precision import refuse_missing_half
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows, Steps, Waiting
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.step_recorder import StepRecorder, UnrecordableError, setting_texts
 from ipufit.engines.external_changes import changed_shape
@@ -45,6 +45,8 @@ class TracedOptimizer(FlatOptimizer):
         memory: where the state is between two updates.
         compiler: of graphs that take tensors alone; None: there is none.
         first_group: index of its first parameter group, in blocks.
+        waiting: takes steps that run as they are, which others are to make with those of other
+            parts of the optimizer; None: there are none.
 
     Attributes:
         why_not: why the step runs as it is, as the end of a sentence; None where it is recorded.
@@ -57,8 +59,10 @@ class TracedOptimizer(FlatOptimizer):
         memory: StateMemory,
         compiler: Optional[Backend] = None,
         first_group: int = 0,
+        waiting: Optional[Waiting] = None,
     ) -> None:
         self._optimizer = optimizer
+        self._waiting = waiting
         self._compiler = compiler
         self._first_group = first_group
         self._finish = finish
@@ -135,6 +139,17 @@ class TracedOptimizer(FlatOptimizer):
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update, from gradients as they were accumulated."""
+        if self._waiting is None or self.why_not is None:
+            self.step_with(gradients, [])
+        else:
+            self._waiting.setdefault(id(self._optimizer), []).append((self, gradients))
+
+    def step_with(self, gradients: Sequence[Tensor], others: Steps) -> None:
+        """One weight update, with those of other parts of the optimizer that run as they are."""
+        parts = [(self, gradients), *((p, g) for p, g in others if isinstance(p, TracedOptimizer))]
+        for part, _ in parts[1:]:
+            part._next += 1
+            part._bring_back()
         changes = self._rows[self._next]
         self._next += 1
         before = self._set(changes)
@@ -148,9 +163,10 @@ class TracedOptimizer(FlatOptimizer):
                 except UnrecordableError as error:
                     self.why_not = str(error)
             if self.why_not is not None:
-                self._call_step(gradients)
+                self._call_step(parts)
         finally:
-            self._put_aside()
+            for part, _ in parts:
+                part._put_aside()
             self._set(before)
 
     def _set(self, changes: _Changes) -> _Changes:
@@ -164,27 +180,33 @@ class TracedOptimizer(FlatOptimizer):
                 settings.write(group, (name, None), value)
         return before
 
-    def _call_step(self, gradients: Sequence[Tensor]) -> None:
-        """Call the optimizer's step, over the user's parameters."""
-        storage = self._storage
-        finished = self._finish(gradients, storage.blocks, storage.flats)
+    def _call_step(self, parts: Sequence[Tuple[TracedOptimizer, Sequence[Tensor]]]) -> None:
+        """Call the optimizer's step, over the user's parameters, with the gradients of parts."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         try:
-            for block, slot in self._recorder.slots:
-                gradient, indices = slot.view(finished[block]), storage.indices.get(slot.name)
-                if indices is not None:
-                    values = gradient[tuple(indices)]
-                    gradient = torch.sparse_coo_tensor(indices, values, gradient.shape)
-                slot.parameter.grad = gradient
+            for part, gradients in parts:
+                part._assign(gradients)
             with torch.no_grad(), refuse_missing_half():
                 self._optimizer.step()
         finally:
             for parameter, gradient in zip(parameters, before):
                 parameter.grad = gradient
-            storage.follow(changed_shape)
+            for part, _ in parts:
+                part._storage.follow(changed_shape)
+
+    def _assign(self, gradients: Sequence[Tensor]) -> None:
+        """Give the user's parameters their gradients."""
+        storage = self._storage
+        finished = self._finish(gradients, storage.blocks, storage.flats)
+        for block, slot in self._recorder.slots:
+            gradient, indices = slot.view(finished[block]), storage.indices.get(slot.name)
+            if indices is not None:
+                values = gradient[tuple(indices)]
+                gradient = torch.sparse_coo_tensor(indices, values, gradient.shape)
+            slot.parameter.grad = gradient
 
     def _put_aside(self) -> None:
         """Bring the state to where it is between two updates."""

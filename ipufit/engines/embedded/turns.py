@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows
+from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows, Waiting
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.losses import Loss, Turn
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
@@ -192,7 +192,8 @@ class TurnOptimizer(CompositeOptimizer):
     comes from leaves it and its state as they are, like a torch optimizer without a gradient.
 
     Args:
-        make: makes what applies the optimizer to a part, from finished gradients.
+        make: makes what applies the optimizer to a part, from finished gradients; steps that are
+            not recorded wait in what it gets.
         finish: makes of the accumulated gradients of a turn, of all its parts together, what the
             parts get.
 
@@ -202,12 +203,13 @@ class TurnOptimizer(CompositeOptimizer):
         moves: of the coming execution.
     """
 
-    def __init__(self, make: Callable[[], FlatOptimizer], finish: GradientTransform) -> None:
+    def __init__(self, make: Callable[[Waiting], FlatOptimizer], finish: GradientTransform) -> None:
         self.finish = finish
         self.moves: Sequence[Move] = ()
         self._coming: Iterator[TurnState] = iter(())
         self._make = make
-        self._whole = make()
+        self._waiting: Waiting = {}
+        self._whole = make(self._waiting)
         self.memory = self._whole.memory
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
@@ -221,7 +223,7 @@ class TurnOptimizer(CompositeOptimizer):
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over the optimizer's state and record an update of each part."""
-        self.parts = [self._make() for _ in self.places]
+        self.parts = [self._make(self._waiting) for _ in self.places]
         super().bind(storage, run_eagerly)
 
     def refresh(self, rows: Rows) -> None:
@@ -238,6 +240,10 @@ class TurnOptimizer(CompositeOptimizer):
             end = start + len(self.places[part])
             self.parts[part].apply(gradients[start:end])
             start = end
+        # A step that is not recorded may count its calls, and runs once.
+        for (first, gradients), *others in self._waiting.values():
+            first.step_with(gradients, others)
+        self._waiting.clear()
 
     def skip(self) -> None:
         """Leave the next move out."""

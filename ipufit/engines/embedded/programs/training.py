@@ -16,7 +16,7 @@ from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
-from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows, RuleOptimizer
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows, RuleOptimizer, Waiting
 from ipufit.engines.embedded.inductor.requirements import missing
 from ipufit.engines.embedded.optimizer_state_location import StateMemory, state_memory
 from ipufit.engines.embedded.overlapped_reduction import Overlap
@@ -545,6 +545,7 @@ def _make_updater(
     memory: StateMemory,
     tabled: bool,
     finish: GradientTransform,
+    waiting: Optional[Waiting] = None,
 ) -> FlatOptimizer:
     """Flat rules for the optimizers that have one, the optimizer's own ``step`` for any other."""
     optimizer, config = spec.optimizer, spec.config
@@ -558,4 +559,4 @@ def _make_updater(
 
     plain = GradientTransform(Clip(), None)
     rules = RuleOptimizer(optimizer, by_rule, graphs, plain, schedule, memory, tabled, compiler)
-    return make_mixed(optimizer, by_rule, rules, finish, memory, compiler)
+    return make_mixed(optimizer, by_rule, rules, finish, memory, compiler, waiting)
