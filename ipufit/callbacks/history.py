@@ -274,7 +274,7 @@ class History(Callback):
             ConfigurationError: nothing has that name, it has no value but NaN, or "auto" does not
                 know which way is better.
         """
-        one_of("mode", mode, Direction)
+        one_of("mode", mode, Direction, "Use 'min' where a smaller value is better.")
         self._check_name(monitor)
         directions = self.params.get("directions")
         direction = direction_of(monitor, directions) if mode == "auto" else mode

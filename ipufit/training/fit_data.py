@@ -62,7 +62,7 @@ class InferenceRequest:
     device_iterations: object
     callbacks: object
     seed: object
-    verbose: Any
+    verbose: object
     padding_value: Optional[float] = None
 
 

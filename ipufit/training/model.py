@@ -14,6 +14,7 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
+    Tuple,
     Union,
 )
 
@@ -524,13 +525,8 @@ class Model(InspectionMixin):
             ConfigurationError: arguments that can't work, or not together; all of them.
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
-        faults = ErrorCollector(of_call=True)
-        session = self._compiled("predict")
-        data = self._prediction_data(x, batch_size)
-        request = InferenceRequest(
-            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
-        )
-        return fit.predict(self, session, request, faults)
+        values = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value)
+        return fit.predict(self, *self._prediction(x, batch_size, *values))
 
     def predict_iter(
         self,
@@ -574,13 +570,8 @@ class Model(InspectionMixin):
                 or the model was compiled or closed, in between.
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
-        faults = ErrorCollector(of_call=True)
-        session = self._compiled("predict_iter")
-        data = self._prediction_data(x, batch_size)
-        request = InferenceRequest(
-            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
-        )
-        return fit.stream(self, session, request, faults)
+        values = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value)
+        return fit.stream(self, *self._prediction(x, batch_size, *values))
 
     def train_on_batch(
         self,
@@ -821,9 +812,13 @@ class Model(InspectionMixin):
         # Outputs need neither optimizer nor loss, which only compile can tell.
         return self._predictor or self._compile_to_infer("mse", None)
 
-    def _prediction_data(self, x: object, batch_size: Optional[int]) -> DataArguments:
-        has_inputs = are_inputs(self.module, x)
-        return DataArguments("prediction data", x, batch_size=batch_size, are_inputs=has_inputs)
+    def _prediction(
+        self, x: object, batch_size: object, *values: Any
+    ) -> Tuple[Session, InferenceRequest, ErrorCollector]:
+        """The arguments of a prediction, and the session that predicts."""
+        faults, has_inputs = ErrorCollector(of_call=True), are_inputs(self.module, x)
+        data = DataArguments("prediction data", x, batch_size=batch_size, are_inputs=has_inputs)
+        return self._compiled("predict"), InferenceRequest(data, *values), faults
 
     def _compile_to_infer(self, loss: object, metrics: object) -> Session:
         """Return a session that only evaluates and predicts, for a model that has none."""

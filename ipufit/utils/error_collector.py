@@ -111,13 +111,14 @@ def at_least(name: str, value: Any, least: int, also: str = "") -> int:
     return operator.index(value)
 
 
-def one_of(name: str, value: T, choices: object) -> T:
+def one_of(name: str, value: T, choices: object, advice: str = "") -> T:
     """Check that an argument is one of the choices, of its very type, and return it.
 
     Args:
         name: of the argument.
         value: what came.
         choices: a Literal type, or a tuple of values and of such types.
+        advice: the last sentence of the error, which says which one to take.
 
     Raises:
         ConfigurationError: naming them.
@@ -130,7 +131,8 @@ def one_of(name: str, value: T, choices: object) -> T:
             return value
     several = len(words) > 2
     shown = (", " if several else " or ").join(map(repr, words))
-    raise ConfigurationError(f"{name} must be {'one of ' * several}{shown}, got {value!r}.")
+    text = f"{name} must be {'one of ' * several}{shown}, got {value!r}. {advice}"
+    raise ConfigurationError(text.rstrip())
 
 
 def folder_of(name: str, value: object) -> str:

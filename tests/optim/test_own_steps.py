@@ -141,8 +141,10 @@ def test_fifty_updates_equal_the_loop(kind, scheduled, capsys):
     by_hand(other, optimizer, schedule and schedule(optimizer))
     assert_equal(module, other)
     why = UNRECORDED.get(kind.__name__)
+    is_torchs = kind.__module__.startswith("torch.")
+    whose = "torch's own" if is_torchs else f"that of {kind.__module__}.{kind.__name__}"
     assert explained(model, capsys) == (
-        f"The step of {kind.__name__} is torch's own, recorded."
+        f"The step of {kind.__name__} is {whose}, recorded."
         if why is None
         else f"The step of {kind.__name__} runs as it is, after the recorded gradients: {why}."
     )

@@ -20,6 +20,7 @@ from ipufit.engines.external_changes import changed_shape
 from ipufit.optim.schedules import settings
 from ipufit.optim.several import has_step_hooks
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike
+from ipufit.utils.state import is_of_torch
 
 __all__ = ["TracedOptimizer"]
 
@@ -105,9 +106,12 @@ class TracedOptimizer(FlatOptimizer):
 
     def explain(self) -> List[str]:
         """Describe in a sentence how the step runs."""
-        name = type(self._optimizer).__name__
+        kind = type(self._optimizer)
+        name = kind.__name__
         if self.why_not is None:
-            recorded = f"The step of {name} is torch's own, recorded."
+            whose = f"that of {kind.__module__}.{name}"
+            whose = "torch's own" if is_of_torch(self._optimizer) else whose
+            recorded = f"The step of {name} is {whose}, recorded."
             return [recorded] if self._compiler is None else [recorded, _UNCOMPILED]
         return [f"The step of {name} runs as it is, after the recorded gradients: {self.why_not}."]
 

@@ -337,7 +337,8 @@ def resolve_schedule(
         ConfigurationError: anything else, another optimizer, a hyper-parameter that the optimizer
             lacks, a first value that is not a number. The optimizer is as before the call.
     """
-    one_of("the interval of lr_scheduler", interval, Interval)
+    advice = "Take 'update', which steps it after every weight update."
+    one_of("the interval of lr_scheduler", interval, Interval, advice)
     if lr_scheduler is None:
         return None
     if optimizer is None:
