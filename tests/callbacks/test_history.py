@@ -214,8 +214,8 @@ def test_best_epoch_needs_a_value_and_a_direction():
         ),
         (
             ("loss", "lowest"),
-            "mode must be one of 'auto', 'min', 'max', got 'lowest'. Use 'min' where a smaller value "
-            "is better.",
+            "mode must be one of 'auto', 'min', 'max', got 'lowest'. Use 'min' where a smaller "
+            "value is better.",
         ),
         (
             ("hollow_loss",),

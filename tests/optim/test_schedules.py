@@ -764,8 +764,8 @@ def test_an_unknown_interval_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         resolve_schedule(of_int, sgd(), "step")
     assert str(caught.value) == (
-        "the interval of lr_scheduler must be 'update' or 'epoch', got 'step'. Take 'update', which "
-        "steps it after every weight update."
+        "the interval of lr_scheduler must be 'update' or 'epoch', got 'step'. Take 'update', "
+        "which steps it after every weight update."
     )
 
 
