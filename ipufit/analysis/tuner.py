@@ -33,7 +33,7 @@ from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.devices import clear_cache, is_out_of_memory
-from ipufit.utils.error_collector import at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import fork_rng, preserve_state, train_mode
@@ -299,6 +299,7 @@ def find_lr(
     plan = session.plan(source, work["ipus"], 1, accumulation, training=True)
     sequence = exponential_range(*rates)
     trial_seed = seed_of_trial(seed, session)
+    ErrorCollector.end_checks()
     tables: List[Dict[str, Callable[[int], float]]] = [
         {"lr": lambda update, ratio=ratio: ratio * sequence[min(update, len(sequence) - 1)]}  # type: ignore[misc]
         for ratio in _ratios(session.optimizer)
@@ -389,6 +390,7 @@ def find_batch_size(
     whole = session.plan(single, total, 1, 1, training=True)
     pairs = candidates(effective, start, whole.replicas, whole.samples)
     trial_seed = seed_of_trial(seed, session)
+    ErrorCollector.end_checks()
     tried: List[Tuple[int, Optional[float]]] = []
     best: Optional[Tuple[int, int]] = None
     for size, accumulation in pairs:

@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 
 from ipufit._version import __version__
 from ipufit.errors import ConfigurationError, brief_error
+from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.files import replace_file, sync_folder, write_tensors
 
 __all__ = ["WeightsCopy", "described", "differences", "load_weights", "save_weights"]
@@ -142,6 +143,7 @@ def check_path(path: Path) -> str:
             f"weights are written to a file in an existing folder, but {fault}. Create the "
             "folder, or choose another path."
         )
+    ErrorCollector.end_checks()
     return target
 
 
@@ -185,6 +187,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
             f"the weights in {os.fspath(path)!r} must fit the module {type(module).__name__}, but "
             f"they differ:\n" + "\n".join(f"  {fault}" for fault in faults) + f"\n{advice}"
         )
+    ErrorCollector.end_checks()
     fitting = {name: value for name, value in stored.items() if name in module_state}
     with torch.no_grad():
         module.load_state_dict(fitting, strict=False)

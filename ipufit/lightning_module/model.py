@@ -42,9 +42,10 @@ from ipufit.losses.loss import WHOLE_BATCH
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.training.compile import pair_of_options
-from ipufit.training.model import Model, StepsModel
+from ipufit.training.model import Model, StepsModel, check_device
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector
+from ipufit.utils.names import with_hints
 
 if TYPE_CHECKING:
     from ipufit.analysis.check import CheckReport
@@ -55,6 +56,7 @@ __all__ = ["LightningModel"]
 _RECOUNTING = ("steps_per_epoch", "loading", "validation_split")
 
 
+@with_hints("check", test="evaluate")
 class LightningModel(StepsModel):
     """Model that calls the steps of a LightningModule as recorded programs.
 
@@ -81,15 +83,16 @@ class LightningModel(StepsModel):
         device: Union[str, torch.device, None] = None,
         by_trainer: bool = False,
     ) -> None:
-        where = None if device is None else torch.device(device)
-        faults = ErrorCollector()
+        faults = ErrorCollector(of_call=True)
         with faults.collect():
             engine_maker(engine)
         with faults.collect():
+            check_device(device)
+        with faults.collect():
             refuse_module(module, by_trainer)
         faults.raise_all()
-        if where is not None:
-            module.to(where)
+        if device is not None:
+            module.to(device)
         super().__init__(steps_of(module), engine)
         self.lightning = module
         self._metrics = ModuleMetrics(module, by_trainer)
@@ -125,22 +128,27 @@ class LightningModel(StepsModel):
         """
         objectives = {"loss": loss, "loss_weights": loss_weights}
         objectives.update(metrics=metrics, weighted_metrics=weighted_metrics)
+        faults = ErrorCollector()
         for name, value in objectives.items():
-            if value is not None:
+            with faults.collect():
+                if value is not None:
+                    raise ConfigurationError(
+                        f"{name} must be None: the steps of a LightningModule compute the loss, "
+                        f"and self.log reports values, got {value!r}. Leave it out."
+                    )
+        with faults.collect():
+            if optimizer is None and options.get("lr_scheduler") is not None:
                 raise ConfigurationError(
-                    f"{name} must be None: the steps of a LightningModule compute the loss, and "
-                    f"self.log reports values, got {value!r}. Leave it out."
+                    "lr_scheduler needs an optimizer, but configure_optimizers returns both. "
+                    "Return the scheduler there, or pass the optimizer too."
                 )
-        if optimizer is None and options.get("lr_scheduler") is not None:
-            raise ConfigurationError(
-                "lr_scheduler needs an optimizer, but configure_optimizers returns both. Return "
-                "the scheduler there, or pass the optimizer too."
-            )
+        faults.raise_all()
         options.update(optimizer=optimizer, run_eagerly=run_eagerly)
         try:
             self._make_session(options, FitTrainerProxy({}, fitting=False))
         except NotKnownYetError:
             # configure_optimizers asks for what only fit knows.
+            ErrorCollector.end_checks()
             self._is_waiting = True
             self._retire(None)
         self._options = options
@@ -222,7 +230,8 @@ class LightningModel(StepsModel):
                 options["validation_data"] = held_out
             if self._is_waiting:
                 counts = self._counted(data, y, options)
-                self._make_session(self._options, FitTrainerProxy({**facts, **counts}))
+                with ErrorCollector.beginning_with(None):
+                    self._make_session(self._options, FitTrainerProxy({**facts, **counts}))
             return Model.fit(self, data, y, **options)
 
     def evaluate(  # type: ignore[override]
@@ -317,7 +326,9 @@ class LightningModel(StepsModel):
 
     def _ready(self) -> None:
         """Compile for calls that need no optimizer, unless that was done."""
-        if self._session is None:
+        with ErrorCollector.beginning_with(None):
+            if self._session is not None:
+                return
             try:
                 self._make_session(self._options, FitTrainerProxy({}, fitting=False))
             except NotKnownYetError:

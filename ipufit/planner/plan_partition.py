@@ -58,10 +58,14 @@ def plan_partition(
     Raises:
         ConfigurationError: arguments that can't work.
     """
-    schedule, memory = _checked(schedule, ipu_memory)
-    checkpoints, recomputes = _recomputation(divided, recompute)
-    rounds = divided.auto_round_ipus
-    Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
+    faults, rounds = ErrorCollector(of_call=True), divided.auto_round_ipus
+    with faults.collect():
+        schedule, memory = _checked(schedule, ipu_memory)
+    with faults.collect():
+        checkpoints, recomputes = _recomputation(divided, recompute)
+    with faults.collect():
+        Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
+    faults.raise_all()
     wanted = _wanted(divided, request, ipus)
     _check_work(wanted, ipus, gradient_accumulation, rounds)  # before the work of a trace
     strategy = wanted.strategy

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["InspectionMixin"]
 
 
-@with_hints("explain")
+@with_hints("check", "preflight")
 class InspectionMixin:
     """The methods of :class:`ipufit.Model` that look without training.
 

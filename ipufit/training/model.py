@@ -41,7 +41,7 @@ from ipufit.training.fit_data import FitRequest, InferenceRequest
 from ipufit.training.inspection import InspectionMixin
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, one_of
-from ipufit.utils.names import with_hints
+from ipufit.utils.names import hinting, with_hints
 
 if TYPE_CHECKING:
     from ipufit.analysis.tuner import BatchSize, LearningRates
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "StepsModel", "load"]
 
 
-@with_hints("compile", "fit", "evaluate", "predict", "predict_iter")
+@with_hints()
 class Model(InspectionMixin):
     """Trains, evaluates and applies a torch module as one traced program.
 
@@ -86,18 +86,24 @@ class Model(InspectionMixin):
         engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise ConfigurationError(
-                f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such as "
-                "ipufit.Model(MyNet())."
-            )
-        refuse_unready(module, may_be_lazy=True)
-        self.module: nn.Module = module if device is None else _moved(module, device)
+        faults = ErrorCollector(of_call=True)
+        with faults.collect():
+            if not isinstance(module, nn.Module):
+                raise ConfigurationError(
+                    f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such "
+                    "as ipufit.Model(MyNet())."
+                )
+            refuse_unready(module, may_be_lazy=True)
+        with faults.collect():
+            self._make_engine = engine_maker(engine)
+        with faults.collect():
+            check_device(device)
+        faults.raise_all()
+        self.module: nn.Module = module if device is None else module.to(device)
         self.history: History = History()
         self.stop_training: bool = False
         self.outputs: List[Any] = []
         self.extras: List[Mapping[str, object]] = []
-        self._make_engine = engine_maker(engine)
         self._session: Optional[Session] = None
         self._predictor: Optional[Session] = None
 
@@ -750,8 +756,9 @@ class Model(InspectionMixin):
             ConfigurationError: the path can't be written, or the state is not all tensors.
         """
         # Imported here, as below: many programs have no files of weights.
-        from ipufit.core.weights_file import save_weights
+        from ipufit.core.weights_file import check_path, save_weights
 
+        check_path(path)
         if self._session is not None:
             self._session.enter_eval()
         save_weights(self.module, path)
@@ -768,8 +775,9 @@ class Model(InspectionMixin):
         Raises:
             ConfigurationError: the path can't be written, or the state is not all tensors.
         """
-        from ipufit.core.weights_file import described, save_weights
+        from ipufit.core.weights_file import check_path, described, save_weights
 
+        check_path(path)
         session = self._session
         updates = 0 if session is None else session.updates
         if session is not None:
@@ -946,8 +954,8 @@ class StepsModel(Model, abc.ABC):
         """
 
 
-def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
-    """The module on a device.
+def check_device(device: Union[str, torch.device, None]) -> None:
+    """Make sure that tensors can be on a device.
 
     Raises:
         ConfigurationError: this torch has no such device.
@@ -960,9 +968,9 @@ def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
             f"{torch.__version__} says: {first_line(error)}. Leave it out to run where the module "
             "is, or pass device='cpu'."
         ) from error
-    return module.to(device)
 
 
+@hinting(Model)
 def load(
     path: Union[str, os.PathLike[str]],
     module: nn.Module,

@@ -11,6 +11,7 @@ from ipufit.data.in_memory import as_arrays
 from ipufit.errors import ConfigurationError
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job
+from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -21,6 +22,7 @@ def as_batch(x: object, y: object, sample_weight: object) -> Any:
     """A batch as a loader would yield it, of arrays where it has tables and lists of numbers."""
     x, y = as_arrays(x, "batch: x"), as_arrays(y, "batch: y")
     sample_weight = as_arrays(sample_weight, "batch: sample_weight")
+    ErrorCollector.end_checks()
     if sample_weight is not None:
         return (x, y, sample_weight)
     return x if y is None else (x, y)

@@ -20,6 +20,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.losses.loss import OwnLoss
 from ipufit.training.sanity_check import check_call
 from ipufit.training.session import Session
+from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def check_options(
             f"print_fn must be a function that takes the text, got {print_fn!r}. Leave it out to "
             "print."
         )
+    ErrorCollector.end_checks()
 
 
 def sample_of(

@@ -38,16 +38,26 @@ class ErrorCollector:
 
     @staticmethod
     @contextlib.contextmanager
-    def beginning_with(wrong_names: UnknownArgumentError) -> Iterator[None]:
+    def beginning_with(wrong_names: Optional[UnknownArgumentError]) -> Iterator[None]:
         """Let the collector of the call in the block begin with names that are wrong.
 
-        So nothing is done of what the call does once all faults were raised.
+        So nothing is done of what the call does once all faults were raised. None is for a call of
+        ours within one that has such names.
         """
         token = _wrong_names.set(wrong_names)
         try:
             yield
         finally:
             _wrong_names.reset(token)
+
+    @classmethod
+    def end_checks(cls) -> None:
+        """Raise the names that the present call has wrong, now that its values are checked.
+
+        Raises:
+            UnknownArgumentError: there are some.
+        """
+        cls(of_call=True).raise_all()
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:

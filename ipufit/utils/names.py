@@ -7,16 +7,17 @@ import fnmatch
 import functools
 import inspect
 import re
-from typing import Callable, Container, Dict, Mapping, Sequence, Type, TypeVar
+from typing import Any, Callable, Container, Dict, Mapping, Sequence, Type, TypeVar, cast
 
 from ipufit.errors import ConfigurationError, IpufitError, UnknownArgumentError
 from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = [
-    *("REPLACEMENTS", "RESERVED", "check_log_name", "in_validation", "matches_pattern"),
-    "with_hints",
+    *("REPLACEMENTS", "RESERVED", "check_log_name", "hinting", "in_validation"),
+    *("matches_pattern", "with_hints"),
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 RESERVED = (
@@ -260,40 +261,78 @@ REPLACEMENTS: Mapping[str, str] = {
 _OWNERS = ("compile", "fit", "evaluate", "Model")
 
 
-def with_hints(*collecting: str) -> Callable[[Type[T]], Type[T]]:
+def with_hints(*silent: str, **like: str) -> Callable[[Type[T]], Type[T]]:
     """Let the public methods of a class say what was meant by an argument that they do not have.
 
+    They say what else is wrong in the same error: each checks all arguments before it does
+    anything, and then asks an ``ErrorCollector(of_call=True)``.
+
     Args:
-        collecting: names of the methods that check all arguments before they do anything, with an
-            ``ErrorCollector(of_call=True)``. They say what else is wrong in the same error.
+        silent: names of methods that do not ask one, as no other argument of theirs may be wrong.
+        like: of methods with ``**options`` that no base has, the method whose options these are.
     """
 
     def decorate(kind: Type[T]) -> Type[T]:
         for name, method in list(vars(kind).items()):
-            if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
-                setattr(kind, name, _hinting(method, name in collecting))
+            if name != "__init__" and name.startswith("_"):
+                continue
+            bases = [vars(base) for base in kind.__mro__[1:]]
+            options = [base[like.get(name, name)] for base in bases if like.get(name, name) in base]
+            if isinstance(method, classmethod):
+                setattr(kind, name, classmethod(_hinting(method.__func__, kind)))
+            elif inspect.isfunction(method):
+                setattr(kind, name, _hinting(method, kind, name not in silent, options))
         return kind
 
     return decorate
 
 
-def _hinting(method: Callable[..., object], collects: bool) -> Callable[..., object]:
-    parameters = list(inspect.signature(method).parameters.values())
-    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
-        return method
-    names = {p.name for p in parameters}
-    most = len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
+def hinting(kind: type) -> Callable[[F], F]:
+    """Let a function that makes a model say the same as the methods of this class."""
 
-    @functools.wraps(method)
-    def call(self: object, *args: object, **kwargs: object) -> object:
-        if len(args) >= most or not names.issuperset(kwargs):
-            name = "Model" if method.__name__ == "__init__" else method.__name__
-            error = _unknown(type(self), name, parameters[1:], args, kwargs)
+    def decorate(function: F) -> F:
+        return cast(F, _hinting(function, kind, bound=0))
+
+    return decorate
+
+
+def _hinting(
+    function: Callable[..., Any],
+    kind: type,
+    collects: bool = True,
+    bases: Sequence[Callable[..., object]] = (),
+    bound: int = 1,
+) -> Callable[..., Any]:
+    """Return the function, or one that says what was meant by an argument that it does not have.
+
+    Args:
+        function: takes arguments.
+        kind: the class of the model.
+        collects: whether it asks an ``ErrorCollector(of_call=True)`` before it does anything.
+        bases: the last one has what its ``**options`` are.
+        bound: how many arguments come first that nobody passes.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[bound:]
+    if bases and parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        options = list(inspect.signature(bases[-1]).parameters.values())[1:]
+        taken = [p.name for p in parameters]
+        more = [p.replace(kind=p.KEYWORD_ONLY) for p in options if p.name not in taken]
+        parameters = [*parameters[:-1], *more]
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        return function
+    names = {p.name for p in parameters}
+    most = len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]) + bound
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        if len(args) > most or not names.issuperset(kwargs):
+            name = "Model" if function.__name__ == "__init__" else function.__name__
+            error = _unknown(kind, name, parameters, args[bound:], kwargs)
             values = {name: value for name, value in kwargs.items() if name in names}
-            if collects:
-                _collect(error, functools.partial(method, self, *args[: most - 1], **values))
+            if collects and parameters:
+                _collect(error, functools.partial(function, *args[:most], **values))
             raise error
-        return method(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 

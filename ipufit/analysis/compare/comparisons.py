@@ -60,7 +60,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     require_single_process(
         session, "compare", "Compare in one process: all processes run the same program."
     )
-    faults, tolerance = ErrorCollector(), Tolerance(*tolerances)
+    faults, tolerance = ErrorCollector(of_call=True), Tolerance(*tolerances)
     with faults.collect():
         one_of("reference", reference, Reference)
     with faults.collect():
@@ -114,6 +114,7 @@ def check_invariance(
     require_single_process(session, "check_invariance", instead)
     tolerance = Tolerance(*tolerances)
     tolerance.check()
+    ErrorCollector.end_checks()
     batch = batch_of(sample, session.loss.in_module, "check_invariance")
     size = sample_of(batch, session.form(Mode.TRAIN), "check_invariance", target=True).size
     if size < 2:
