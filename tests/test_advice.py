@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -1131,6 +1132,54 @@ WRONG_NAMES_AND_VALUES = {
         lambda: compiled().explain(X, Y[:5], epochs=3, steps_per_epoch=0, ipus=3),
         ["no argument 'epochs'", "x has 12 and y has 5", "steps_per_epoch must be", "`ipus`"],
     ),
+    "Model": (
+        lambda: ipufit.Model(linear, engin="embedded", engine="gpu", device="gpu"),
+        ["no argument 'engin'", "Model takes a torch.nn", "engine must be", "device must be one"],
+    ),
+    "load": (
+        lambda: ipufit.load("no.safetensors", linear(), strict=False, device="gpu"),
+        ["no argument 'strict'", "device must be one"],
+    ),
+    "from_lightning": (
+        lambda: ipufit.Model.from_lightning(linear(), loss="mse", engine="gpu"),
+        ["no argument 'loss'", "engine must be one", "from_lightning takes a LightningModule"],
+    ),
+    "save": (
+        lambda: compiled().save("model.pt", overwrite=True),
+        ["no argument 'overwrite'", "the path must end with '.safetensors'"],
+    ),
+    "load_weights": (
+        lambda: compiled().load_weights("no.safetensors", strict=3, map_location="cpu"),
+        ["no argument 'map_location'", "strict must be True or False"],
+    ),
+    "plan": (
+        lambda: compiled().plan(X[:4], epochs=1, schedule="x", ipu_memory=0, ipus=3),
+        ["no argument 'epochs'", "schedule must be", "ipu_memory must be", "`ipus`"],
+    ),
+    "compare": (
+        lambda: compiled().compare((X, Y), tolerance=1, reference="x", rtol=-1),
+        ["no argument 'tolerance'", "reference must be", "rtol must be"],
+    ),
+    "check_invariance": (
+        lambda: compiled().check_invariance((X, Y), ipus=1, rtol=-1),
+        ["no argument 'ipus'", "rtol must be"],
+    ),
+    "summary": (
+        lambda: compiled().summary(X, width=80, depth=0),
+        ["no argument 'width'", "depth must be"],
+    ),
+    "find_lr": (
+        lambda: compiled().find_lr(X, Y, epochs=1, min_lr=-1),
+        ["no argument 'epochs'", "min_lr must be"],
+    ),
+    "find_batch_size": (
+        lambda: compiled().find_batch_size(X, Y, epochs=1, effective_batch_size=0),
+        ["no argument 'epochs'", "effective_batch_size must be"],
+    ),
+    "train_on_batch": (
+        lambda: compiled().train_on_batch(X, Y, epochs=1, return_dict=0),
+        ["no argument 'epochs'", "return_dict must be"],
+    ),
 }
 
 
@@ -1147,20 +1196,40 @@ def test_wrong_names_are_told_together_with_bad_values(call):
     assert isinstance(caught.value, TypeError)
 
 
-@pytest.mark.parametrize("method", ["compile", "fit", "evaluate", "predict", "predict_iter"])
-def test_a_wrong_name_alone_does_no_work(method):
+# What methods are called with that take something else than data, inputs alone, or nothing.
+ARGUMENTS = {
+    "compile": ("adam", "mse"),
+    **dict.fromkeys(("predict", "predict_iter", "predict_on_batch", "plan", "check"), (X,)),
+    **dict.fromkeys(("summary", "preflight"), (X,)),
+    **dict.fromkeys(("compare", "check_invariance"), ((X, Y),)),
+    **dict.fromkeys(("save", "save_weights"), ("model.safetensors",)),
+    "load_weights": ("weights.safetensors",),
+    "close": (),
+}
+METHODS = [
+    *("fit", "evaluate", "explain", "find_lr", "train_on_batch", "test_on_batch"),
+    *ARGUMENTS,
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrong_name_alone_does_no_work(method, tmp_path, monkeypatch, capsys):
     """The other arguments are only checked: nothing is trained, printed or compiled anew."""
+    monkeypatch.chdir(tmp_path)
+    compiled(momentum).save("weights.safetensors")
     model = compiled()
     calls = []
     model.module.register_forward_hook(lambda *args: calls.append(1))
     weights = [weight.clone() for weight in model.module.parameters()]
     before = repr(model)
-    args = ("adam", "mse") if method == "compile" else (X,) if "predict" in method else (X, Y)
+    args = ARGUMENTS.get(method, (X, Y))
     with pytest.raises(UnknownArgumentError) as caught:
         getattr(model, method)(*args, nonsense=1)
     assert str(caught.value).startswith(f"{method} has no argument 'nonsense'. Leave it out")
     assert "\n" not in str(caught.value)
     assert not calls
+    assert capsys.readouterr().out == ""
+    assert os.listdir() == ["weights.safetensors"]
     assert repr(model) == before
     assert all(map(torch.equal, weights, model.module.parameters()))
     # The next call has no wrong name.

@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import inspect
 import re
-from typing import Any, Callable, Container, Dict, Mapping, Sequence, Type, TypeVar, cast
+from typing import Any, Callable, Container, Dict, Mapping, Optional, Sequence, Type, TypeVar, cast
 
 from ipufit.errors import ConfigurationError, IpufitError, UnknownArgumentError
 from ipufit.utils.error_collector import ErrorCollector
@@ -279,9 +279,9 @@ def with_hints(*silent: str, **like: str) -> Callable[[Type[T]], Type[T]]:
             bases = [vars(base) for base in kind.__mro__[1:]]
             options = [base[like.get(name, name)] for base in bases if like.get(name, name) in base]
             if isinstance(method, classmethod):
-                setattr(kind, name, classmethod(_hinting(method.__func__, kind)))
+                setattr(kind, name, classmethod(_hinting(method.__func__)))
             elif inspect.isfunction(method):
-                setattr(kind, name, _hinting(method, kind, name not in silent, options))
+                setattr(kind, name, _hinting(method, name not in silent, options))
         return kind
 
     return decorate
@@ -291,32 +291,31 @@ def hinting(kind: type) -> Callable[[F], F]:
     """Let a function that makes a model say the same as the methods of this class."""
 
     def decorate(function: F) -> F:
-        return cast(F, _hinting(function, kind, bound=0))
+        return cast(F, _hinting(function, kind=kind))
 
     return decorate
 
 
 def _hinting(
-    function: Callable[..., Any],
-    kind: type,
+    function: Callable[..., object],
     collects: bool = True,
     bases: Sequence[Callable[..., object]] = (),
-    bound: int = 1,
-) -> Callable[..., Any]:
+    kind: Optional[type] = None,
+) -> Callable[..., object]:
     """Return the function, or one that says what was meant by an argument that it does not have.
 
     Args:
         function: takes arguments.
-        kind: the class of the model.
         collects: whether it asks an ``ErrorCollector(of_call=True)`` before it does anything.
         bases: the last one has what its ``**options`` are.
-        bound: how many arguments come first that nobody passes.
+        kind: the class of the model, where the function is no method.
     """
+    bound = int(kind is None)
     parameters = list(inspect.signature(function).parameters.values())[bound:]
     if bases and parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         options = list(inspect.signature(bases[-1]).parameters.values())[1:]
-        taken = [p.name for p in parameters]
-        more = [p.replace(kind=p.KEYWORD_ONLY) for p in options if p.name not in taken]
+        first = {p.name for p in parameters}
+        more = [p.replace(kind=p.KEYWORD_ONLY) for p in options if p.name not in first]
         parameters = [*parameters[:-1], *more]
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         return function
@@ -327,7 +326,9 @@ def _hinting(
     def call(*args: object, **kwargs: object) -> object:
         if len(args) > most or not names.issuperset(kwargs):
             name = "Model" if function.__name__ == "__init__" else function.__name__
-            error = _unknown(kind, name, parameters, args[bound:], kwargs)
+            first = kind or args[0]
+            owner = first if isinstance(first, type) else type(first)
+            error = _unknown(owner, name, parameters, args[bound:], kwargs)
             values = {name: value for name, value in kwargs.items() if name in names}
             if collects and parameters:
                 _collect(error, functools.partial(function, *args[:most], **values))

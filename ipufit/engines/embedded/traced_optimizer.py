@@ -110,7 +110,8 @@ class TracedOptimizer(FlatOptimizer):
         name = kind.__name__
         if self.why_not is None:
             whose = f"that of {kind.__module__}.{name}"
-            whose = "torch's own" if is_of_torch(self._optimizer) else whose
+            if is_of_torch(self._optimizer):
+                whose = "torch's own"
             recorded = f"The step of {name} is {whose}, recorded."
             return [recorded] if self._compiler is None else [recorded, _UNCOMPILED]
         return [f"The step of {name} runs as it is, after the recorded gradients: {self.why_not}."]
