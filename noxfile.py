@@ -260,6 +260,8 @@ def integrations(session: nox.Session) -> None:
     install(session, "-e", ".[plot,report,sklearn]", *group("integrations", "torch"))
     folders = ("tests/integrations", "tests/lightning")
     session.run("python", "-m", "pytest", *folders, *PARALLEL, *session.posargs)
+    options = ("tests/options", "-k", "StepsModel or every_flip or every_option")
+    session.run("python", "-m", "pytest", *options, *PARALLEL)
 
 
 @nox.session

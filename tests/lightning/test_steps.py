@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import ipufit
-from ipufit.errors import CaptureError, ConfigurationError, LossError
+from ipufit.errors import CaptureError, ConfigurationError, LossError, UnknownArgumentError
 from ipufit.lightning_module.inspection import _MODULE
 from tests.lightning.twins import (
     Classifier,
@@ -532,3 +532,43 @@ def test_a_second_fit_needs_no_new_recording():
     for _ in range(2):
         model.fit(BATCHES, validation_data=BATCHES, verbose=0)
         assert model._session.engine.captures == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "lines"),
+    [
+        (
+            lambda model: model.fit(BATCHES, max_epochs=2, epochs=0, ipus=3),
+            ["fit has no argument 'max_epochs'. Write epochs=3", "epochs must be", "`ipus`, the"],
+        ),
+        (lambda model: model.fit(X, Y, 4, 1, 0), ["fit takes (x, y, batch_size, epochs) by pos"]),
+        (
+            lambda model: model.evaluate(BATCHES, max_steps=1, steps=0),
+            ["evaluate has no argument 'max_steps'", "steps must be"],
+        ),
+        (
+            lambda model: model.test(BATCHES, dataloaders=BATCHES, steps=0),
+            ["test has no argument 'dataloaders'", "has no test_step"],
+        ),
+        (
+            lambda model: model.predict(BATCHES, nonsense=1, steps=0),
+            ["predict has no argument 'nonsense'", "steps must be"],
+        ),
+        (
+            lambda model: model.compile(loss="mse", metrics=["mae"], max_epochs=1),
+            ["compile has no argument 'max_epochs'", "loss must be None", "metrics must be None"],
+        ),
+    ],
+    ids=["fit", "by position", "evaluate", "test", "predict", "compile"],
+)
+def test_wrong_names_and_values_are_one_error(call, lines):
+    """As those of a Model; nothing is trained."""
+    module = Classifier()
+    weights = [weight.clone() for weight in module.parameters()]
+    with pytest.raises(UnknownArgumentError) as caught:
+        call(ipufit.Model.from_lightning(module))
+    texts = str(caught.value).split("\n")
+    assert len(texts) == len(lines), texts
+    for text, line in zip(texts, lines):
+        assert line in text
+    assert all(map(torch.equal, weights, module.parameters()))

@@ -12,9 +12,9 @@ from ipufit.callbacks.callback import EVENTS
 from ipufit.engines.program import Engine, Program
 from ipufit.metrics.by_task import TaskMetric
 from tests.engines import embedded_only
-from tests.options import FLIPS, callbacks, config, model, observed, parts
+from tests.options import FLIPS, callbacks, config, model, observed, parts, steps
 
-__all__ = ["callbacks", "config", "model", "parts"]
+__all__ = ["callbacks", "config", "model", "parts", "steps"]
 
 MODULES = ["ipufit", "ipufit.testing"]
 
@@ -23,7 +23,9 @@ MODULES = ["ipufit", "ipufit.testing"]
 INTERFACES = [Callback, Program, Engine, TaskMetric]
 
 # What calls return, and nobody makes. They are public as types to annotate with.
-RETURNED = [ipufit.Comparison, ipufit.InvarianceReport, ipufit.PreflightFinding, ipufit.StepsModel]
+RETURNED = [ipufit.Comparison, ipufit.InvarianceReport, ipufit.PreflightFinding]
+# The methods of this one are called where Lightning is, as in `nox -s integrations`.
+RETURNED += [ipufit.StepsModel] if steps.LIGHTNING is None else []
 
 
 def is_called_by_us(kind, method):
@@ -62,9 +64,10 @@ def functions():
         if not inspect.isclass(value):
             yield name, value
             continue
-        # Bases that are not public themselves are parts of the class.
+        # Bases that are not public themselves are parts of the class, or of a base that is.
         bases = [kind for kind in value.__mro__[1:] if kind.__module__.startswith("ipufit.")]
-        parts = [value, *(kind for kind in bases if kind not in found.values())]
+        others = [kind for kind in bases if kind in found.values()]
+        parts = [value, *(b for b in bases if not any(issubclass(kind, b) for kind in others))]
         members = {own: member for kind in reversed(parts) for own, member in vars(kind).items()}
         for own, member in members.items():
             member = getattr(member, "__func__", member)
@@ -81,6 +84,8 @@ def defaults(function):
     parameters = dict(inspect.signature(function).parameters)
     # LambdaCallback takes the hooks of all events by name.
     by_name = EVENTS if parameters.pop("hooks", None) is not None else ()
+    # Those of the same method of Model go by name.
+    parameters.pop("options", None)
     return {**dict.fromkeys(by_name), **{name: p.default for name, p in parameters.items()}}
 
 
@@ -167,6 +172,7 @@ def test_the_walk_reaches_all_kinds():
         "errors.PlanError",
         "testing.RecordingProgram",
         "History.from_json",
+        *(() if steps.LIGHTNING is None else ("StepsModel.fit", "StepsModel.test")),
     ):
         assert name in names
     assert inspect.isclass(ipufit.Model)
