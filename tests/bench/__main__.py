@@ -21,7 +21,8 @@ from tests.bench.costs import (
     start_cost,
 )
 from tests.bench.curves import CURVES, Rounds, medians
-from tests.bench.peers import COMPILED, PEERS
+from tests.bench.limits import Limit, best_rate, limit_table, operations
+from tests.bench.peers import COMPILED, OWN, PEERS
 from tests.bench.real import REAL
 from tests.bench.report import Result, machine, points_table, summary, table, times, write
 from tests.bench.running import Running
@@ -144,8 +145,21 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def limits(results: Sequence[Result]) -> List[Limit]:
+    """What the machine could do at most, for each workload that ipufit has trained."""
+    rate = best_rate()
+    return [
+        Limit(result.workload, operations(ALL[result.workload]), result.median, rate)
+        for result in results
+        if result.peer == OWN
+    ]
+
+
 def tables(
-    results: Sequence[Result], curves: Dict[str, Rounds], found: Sequence[Cost]
+    results: Sequence[Result],
+    curves: Dict[str, Rounds],
+    found: Sequence[Cost],
+    bounds: Sequence[Limit] = (),
 ) -> List[str]:
     """What was measured, as parts of a page."""
     parts = []
@@ -154,6 +168,8 @@ def tables(
     for workload in dict.fromkeys(result.workload for result in results):
         own = [result for result in results if result.workload == workload]
         parts.append(f"## {workload}\n\n{table(own)}")
+    if bounds:
+        parts.append(f"## Limits\n\n{limit_table(bounds)}")
     if curves:
         parts.append(f"## Curves\n\n![Time over each setting]({CURVES_PLOT})")
     for name, lines in curves.items():
@@ -218,7 +234,7 @@ def main() -> None:
         f"Measured on {machine()}; {extent.rounds} rounds of the peers and "
         f"{extent.curve_rounds} of the curves, in {minutes:.1f} minutes."
     )
-    page = [*first(results), note, *tables(results, curves, found)]
+    page = [*first(results), note, *tables(results, curves, found, limits(results))]
     print("\n\n".join(page))
     if not (asked.quick or asked.workload or asked.peer or asked.part):
         from tests.bench.plots import plot_curves, plot_ratios, plot_times

@@ -21,6 +21,7 @@ from tests.bench.costs import (
     start_cost,
 )
 from tests.bench.curves import CURVES, Curve, medians, one_round
+from tests.bench.limits import Limit, best_rate, limit_table, operations
 from tests.bench.peers import BY_HAND, COMPILED, OWN, PEERS
 from tests.bench.report import Result, points_table, table, times, write
 from tests.bench.running import Running
@@ -55,6 +56,32 @@ def test_peers_train_the_same(peer, workload):
     _, wanted = PEERS["eager loop, DataLoader"](work)
     _, own = PEERS[peer](work)
     check(workload, peer, own(3), "by hand", wanted(3))
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        # Of a linear layer: forward, and the gradient of the weight, but not of the first input.
+        ("mlp", 2 * 32 * (2 * 784 * 128 + 3 * 128 * 10)),
+        # Four gates of each direction, each with a product of the input and one of the state; all
+        # of it twice more in the gradient.
+        ("tagger", None),
+    ],
+)
+def test_operations_of_an_update_are_counted(workload, expected):
+    pytest.importorskip("torch.utils.flop_counter")
+    work = ALL[workload]
+    if expected is None:
+        words = sum(x.numel() for x, _ in work.batches()) / len(work.batches())
+        expected = 3 * 2 * words * (2 * 4 * 128 * (64 + 128) + 256 * 10)
+    assert operations(work) == pytest.approx(expected)
+
+
+def test_a_limit_is_a_share_of_the_time():
+    assert best_rate() > 1e8
+    limit = Limit("mlp", operations=2e9, seconds=0.04, rate=1e11)
+    assert limit.share == pytest.approx(0.5)
+    assert "| mlp | 2.00 | 20000 | 40000 | 0.50 |" in limit_table([limit])
 
 
 def test_a_batch_of_the_tagger_is_of_one_bucket():
