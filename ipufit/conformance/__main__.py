@@ -68,7 +68,7 @@ def main(
     add_arguments(parser)
     options = parser.parse_args(arguments)
     # Imported here: the cases take a while, and a shell that completes the command does without.
-    from ipufit.conformance.evidence import collect
+    from ipufit.conformance.running import collect
 
     return collect(options, parser.error)
 

@@ -147,13 +147,7 @@ def hook_log(values: Dict[str, float], computed: Callable[[str, MetricObject], f
 
     def log(name: str, value: Number, *_: object, **options: Any) -> None:
         _check(name, value, True)
-        _refuse(
-            name,
-            options.get("enable_graph", False),
-            options.get("sync_dist_group"),
-            options.get("metric_attribute"),
-            options.get("rank_zero_only", False),
-        )
+        _refuse(name, **options)
         _reduction(name, options.get("reduce_fx", "mean"))
         if options.get("on_step"):
             raise ConfigurationError(
@@ -189,13 +183,18 @@ def _check(name: object, value: object, used: bool) -> None:
 
 
 def _refuse(
-    name: str, enable_graph: bool, group: object, metric_attribute: object, rank_zero: bool
+    name: str,
+    enable_graph: bool = False,
+    sync_dist_group: object = None,
+    metric_attribute: object = None,
+    rank_zero_only: bool = False,
+    **_: object,
 ) -> None:
     refused = {
         "enable_graph": (enable_graph, "no gradient flows through a logged value"),
-        "sync_dist_group": (group is not None, "values are those of all processes"),
+        "sync_dist_group": (sync_dist_group is not None, "values are those of all processes"),
         "metric_attribute": (metric_attribute is not None, "the value is not a metric object"),
-        "rank_zero_only": (rank_zero, "values are those of all processes"),
+        "rank_zero_only": (rank_zero_only, "values are those of all processes"),
     }
     for option, (is_given, why) in refused.items():
         if is_given:

@@ -12,7 +12,7 @@ from ipufit.callbacks import Callback
 from ipufit.callbacks.callback import Logs
 from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.inspection import is_data_module, overrides, refuse_data_hooks
-from ipufit.lightning_module.logging import Log, attached, hook_log, no_log
+from ipufit.lightning_module.logging import attached, hook_log, no_log
 from ipufit.lightning_module.module_metrics import ModuleMetrics
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy
 from ipufit.processes import current
@@ -209,9 +209,7 @@ class ModuleHooks(Callback):
     ) -> None:
         """Call those of these hooks that exist; at the end of an epoch, with its values."""
         processes = None if values is None else self._process()
-        log: Optional[Log] = None
-        if values is not None:
-            log = hook_log(values, self._metrics.computed)
+        log = None if values is None else hook_log(values, self._metrics.computed)
         for name in names:
             if overrides(self._module, name):
                 shown = self._metrics.shown(role, processes)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ipufit
-from ipufit.conformance import evidence, implementations, running
+from ipufit.conformance import implementations, running
 from ipufit.conformance.__main__ import main
 from ipufit.conformance.kit import CASES, Case, Kit
 from ipufit.conformance.running import run_case
@@ -161,8 +161,8 @@ def test_a_command_line_that_cannot_be_followed_is_refused_before_anything_runs(
 
 def test_a_kit_has_cases_programs_and_speeds(tmp_path, monkeypatch, capfd):
     """One file to send back from a machine with IPUs; here a checkout's programs are left out."""
-    monkeypatch.setattr(evidence, "_ROOT", tmp_path)
-    monkeypatch.setattr(evidence, "timings", functools.partial(evidence.timings, 64))
+    monkeypatch.setattr(running, "_ROOT", tmp_path)
+    monkeypatch.setattr(running, "timings", functools.partial(running.timings, 64))
     path = tmp_path / "kit.json"
     assert main(["--engine", "embedded", "--only", QUICK, "--kit", str(path)]) == 0
     kit = json.loads(path.read_text(encoding="utf-8"))
@@ -188,8 +188,8 @@ def test_programs_are_those_of_the_checkout(tmp_path, monkeypatch, capfd):
         (folder / "__init__.py").touch()
     text = "import sys; open(sys.argv[2].partition('=')[2], 'w').write('[{\"path\": \"a.py\"}]')"
     (package / "__main__.py").write_text(f"print('begun', flush=True); {text}", encoding="utf-8")
-    monkeypatch.setattr(evidence, "_ROOT", tmp_path)
-    kit = evidence.Evidence(sys.stdout)
+    monkeypatch.setattr(running, "_ROOT", tmp_path)
+    kit = running.Evidence(sys.stdout)
     kit.run_programs()
     assert kit.programs == [{"path": "a.py"}]
     assert capfd.readouterr().out == "begun\n"
@@ -238,10 +238,10 @@ def test_a_kit_has_what_came_before_an_interrupt(
 ):
     """An hour on a machine with IPUs that somebody else wants back is not for nothing."""
     (tmp_path / "tests" / "programs").mkdir(parents=True)
-    monkeypatch.setattr(evidence, "_ROOT", tmp_path)
+    monkeypatch.setattr(running, "_ROOT", tmp_path)
     rows = interrupt_models(number) if at == "speeds" else [{"module": "perceptron"}]
-    monkeypatch.setattr(evidence, "timings", lambda: rows)
-    monkeypatch.setattr(evidence.subprocess, "run", interrupt_programs(number))
+    monkeypatch.setattr(running, "timings", lambda: rows)
+    monkeypatch.setattr(running.subprocess, "run", interrupt_programs(number))
     path, before = tmp_path / "kit.json", signal.getsignal(number)
     with pytest.raises(ends_by) as caught:
         main(["--engine", "embedded", "--only", QUICK, "--kit", str(path)])
