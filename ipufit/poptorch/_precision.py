@@ -57,7 +57,7 @@ __all__ = [
 
 
 class _Present:
-    """What holds in the block that is running.
+    """State of the block that is running.
 
     Attributes:
         preserves: whether programs that are compiled keep float64 and int64.

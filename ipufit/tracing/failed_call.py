@@ -1,8 +1,9 @@
 """Why a module or a loss can't take a micro-batch: which layer or line, what it needs, what came.
 
-And why the loss of an evaluation is not finite. Nothing here runs before a call has failed. The
-traceback has the layers that were called, with their arguments; where it has none, or values
-matter, the micro-batch runs once more, eagerly and on copies, and nothing of that is left behind.
+It also finds why the loss of an evaluation is not finite. Nothing here runs before that, or before
+a call has failed. The traceback has the layers that were called, with their arguments; where it has
+none, or values matter, the micro-batch runs once more, eagerly and on copies, and nothing of that
+is left behind.
 """
 
 from __future__ import annotations

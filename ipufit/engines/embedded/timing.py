@@ -98,7 +98,7 @@ def processor() -> str:
 
 
 def _file() -> Path:
-    """Where choices of this torch on this processor are kept."""
+    """The file for choices of this torch on this processor."""
     machine = hashlib.sha256(f"{torch.__version__}\0{processor()}".encode()).hexdigest()
     return cache_dir() / f"choices-{machine[:16]}.json"
 
