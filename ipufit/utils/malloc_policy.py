@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 from typing import Iterator, List, Optional, Tuple
 
 import torch
@@ -94,6 +95,7 @@ def give_back_freed_memory() -> None:
 
 # Memory that is larger than what glibc keeps.
 _pool: List[torch.UntypedStorage] = []
+_pool_lock = threading.Lock()
 
 
 def reused_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -110,13 +112,14 @@ def reused_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     is_large = device.type == "cpu" and bytes_ > _KEEPING[1]
     if not (is_large and _COUNTS_USES and keep_freed_memory()):
         return new.resize_(size)
-    alike = [each for each in _pool if each.nbytes() == bytes_]
-    # The list's own use is one.
-    unused = [each for each in alike if torch._C._storage_Use_Count(each._cdata) == 1]
-    if unused:
-        new.set_(unused[0], 0, (size,))  # type: ignore[call-overload]
-        return new
-    new.resize_(size)
-    if len(alike) < _ALIKE:
-        _pool.append(new.untyped_storage())
+    with _pool_lock:
+        alike = [each for each in _pool if each.nbytes() == bytes_]
+        # The list's own use is one.
+        unused = [each for each in alike if torch._C._storage_Use_Count(each._cdata) == 1]
+        if unused:
+            new.set_(unused[0], 0, (size,))  # type: ignore[call-overload]
+            return new
+        new.resize_(size)
+        if len(alike) < _ALIKE:
+            _pool.append(new.untyped_storage())
     return new
