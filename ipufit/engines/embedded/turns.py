@@ -82,14 +82,13 @@ class Move:
     Attributes:
         turn: of which.
         update: index of the update that it belongs to, in its execution.
-        is_first, is_last: among the moves of that update.
+        is_last: among the moves of that update.
         stream: sets its random numbers apart from those of others in the update.
         hands_out: whether outputs of the module come from it.
     """
 
     turn: TurnState
     update: int = 0
-    is_first: bool = True
     is_last: bool = True
     stream: str = ""
     hands_out: bool = True
@@ -142,7 +141,7 @@ def moves_of(turns: Sequence[TurnState], first_update: int, updates: int) -> Lis
                 is_plain = not (turn.step or repetition)
                 stream = "" if is_plain else f", step {turn.step}, repetition {repetition}"
                 hands_out = state.hands_out and not repetition
-                due.append(Move(state, update, not due, False, stream, hands_out))
+                due.append(Move(state, update, False, stream, hands_out))
         moves += due[:-1] + [dataclasses.replace(move, is_last=True) for move in due[-1:]]
     return moves
 
@@ -164,17 +163,13 @@ def by_micro_batch(
     logged: List[Dict[str, float]] = []
     values = iter(result.losses.tolist())
     entries = iter(result.logged or [{}] * len(result.losses))
-    by_update: Dict[int, List[Move]] = {}
-    counts: Dict[int, int] = {}
-    for move, micro_batches in zip(moves, updates):
-        by_update.setdefault(move.update, []).append(move)
-        counts[move.update] = len(micro_batches)
-    for update, count in counts.items():
-        sums = [0.0] * count
-        means: List[Dict[str, List[float]]] = [{} for _ in range(count)]
-        for move in by_update[update]:
+    for _, group in itertools.groupby(zip(moves, updates), lambda pair: pair[0].update):
+        pairs = list(group)
+        sums = [0.0] * len(pairs[0][1])
+        means: List[Dict[str, List[float]]] = [{} for _ in sums]
+        for move, _ in pairs:
             assert move.turn.turn is not None
-            for place in range(count):
+            for place in range(len(sums)):
                 sums[place] += next(values) / move.turn.turn.repeat
                 for name, value in next(entries).items():
                     means[place].setdefault(name, []).append(value)

@@ -101,38 +101,27 @@ class UpdateRunner(UpdateWay):
                 ]
         self._state.updater.refresh(execution.rows)
         with computing(self._device, execution.is_random):
-            if self._watches:
-                return self._run_watched(execution)
-            if not self.at_once:
+            if self._watches or not self.at_once:
                 return self._run_late(execution)
             results = self.make(execution, execution.updates, None)
             return self._engine.fetch(results, self._state.describe(execution.rows))[0]
 
-    def _run_watched(self, execution: ExecutionWork) -> ExecutionResult:
-        """Run all updates, and take back one whose weights are not finite."""
-        state, updates = self._state, execution.updates
-        start, snapshot = state.updates, state.snapshot()
-        try:
-            results = self.make(execution, updates, None)
-        except NonFiniteLossError as error:
-            if error.found is not None:
-                # Weights show it when the update is made.
-                lost = state.updates - start
-                self._go_back(snapshot, execution)
-                self.make(execution, updates[:lost], None)
-            raise
-        return self._engine.fetch(results, state.describe(execution.rows))[0]
-
     def _run_late(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates, look at their numbers, and repeat them without those that were bad."""
         state, updates = self._state, execution.updates
-        snapshot = state.snapshot()
+        start, snapshot = state.updates, state.snapshot()
         left_out: Set[int] = set()
         while True:
             try:
-                results = self.make(execution, updates, left_out)
-            except NonFiniteLossError:
-                raise  # this is the update it names: all before it are known to be good
+                results = self.make(execution, updates, None if self._watches else left_out)
+            except NonFiniteLossError as error:
+                # This is the update it names: all before it are known to be good.
+                if error.found is not None:
+                    # Weights show it when the update is made.
+                    lost_update = state.updates - start
+                    self._go_back(snapshot, execution)
+                    self.make(execution, updates[:lost_update], None)
+                raise
             except BaseException:
                 # An update before this one may have been spoilt already: no loss was looked at.
                 state.restore(snapshot)
@@ -156,7 +145,7 @@ class UpdateRunner(UpdateWay):
 
     def _begin_of(self, execution: ExecutionWork, index: int) -> int:
         """Return the first entry of the update that an entry of the execution belongs to."""
-        while execution.moves and not execution.moves[index].is_first:
+        while execution.moves and index and not execution.moves[index - 1].is_last:
             index -= 1
         return index
 
