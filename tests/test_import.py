@@ -160,13 +160,13 @@ def test_the_translation_of_a_lightning_module_needs_no_lightning():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_dir_has_all_public_names_before_they_are_imported(package, told):
     shown = {name for name in told[1][package] if not name.startswith("__")}
-    assert shown == set(sys.modules[package].__all__) - {"__version__"}
+    assert shown == set(importlib.import_module(package).__all__) - {"__version__"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_type_checkers_read_the_same_names(package):
     """A name that a stub imports without ``as`` is none of the package to them."""
-    module = sys.modules[package]
+    module = importlib.import_module(package)
     stub = ast.parse(pathlib.Path(module.__file__).with_suffix(".pyi").read_text("utf-8"))
     [*imports] = [(line.module, name) for line in stub.body for name in line.names]
     assert all(name.name == name.asname for _, name in imports)
