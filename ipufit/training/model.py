@@ -755,13 +755,7 @@ class Model(InspectionMixin):
         Raises:
             ConfigurationError: the path can't be written, or the state is not all tensors.
         """
-        # Imported here, as below: many programs have no files of weights.
-        from ipufit.core.weights_file import check_path, save_weights
-
-        check_path(path)
-        if self._session is not None:
-            self._session.enter_eval()
-        save_weights(self.module, path)
+        self._write_weights(path, False)
 
     def save(self, path: Union[str, os.PathLike[str]]) -> None:
         """Write the module's weights to one file that also says what they are of.
@@ -775,14 +769,18 @@ class Model(InspectionMixin):
         Raises:
             ConfigurationError: the path can't be written, or the state is not all tensors.
         """
+        self._write_weights(path, True)
+
+    def _write_weights(self, path: Union[str, os.PathLike[str]], is_described: bool) -> None:
+        # Imported here, as below: many programs have no files of weights.
         from ipufit.core.weights_file import check_path, described, save_weights
 
         check_path(path)
-        session = self._session
-        updates = 0 if session is None else session.updates
+        session, updates = self._session, 0
         if session is not None:
             session.enter_eval()
-        save_weights(self.module, path, described(self.module, updates))
+            updates = session.updates
+        save_weights(self.module, path, described(self.module, updates) if is_described else None)
 
     def load_weights(self, path: Union[str, os.PathLike[str]], strict: bool = True) -> None:
         """Read a file of weights into the module's tensors, in place; from a callback too.

@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import inspect
 import re
-from typing import Any, Callable, Container, Dict, Mapping, Optional, Sequence, Type, TypeVar, cast
+from typing import Callable, Container, Dict, Mapping, Optional, Sequence, Type, TypeVar, cast
 
 from ipufit.errors import ConfigurationError, IpufitError, UnknownArgumentError
 from ipufit.utils.error_collector import ErrorCollector
@@ -17,7 +17,7 @@ __all__ = [
     *("matches_pattern", "with_hints"),
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 
 RESERVED = (
