@@ -188,6 +188,14 @@ class CheckpointManager(Observer):
         """Within the block SIGINT and SIGTERM wait for the checkpoint."""
         return contextlib.nullcontext() if self._store is None else self._signals.listening()
 
+    def _coming(self, restored: RestoredState) -> str:
+        """Say what is left of a run that goes on."""
+        name, epochs = restored.described["checkpoint"], self.callbacks.params["epochs"]
+        if not restored.is_over and restored.epoch < epochs:
+            return f"going on from checkpoint {name} with epoch {restored.epoch + 1} of {epochs}"
+        end = "a callback ended this run" if restored.is_over else f"all {epochs} epochs are done"
+        return f"nothing is left to train after checkpoint {name}: {end}"
+
     def begin_fit(self, fit: RunningFit) -> None:
         """Find out, before any work, whether everything can be written down; go on if asked to.
 
@@ -220,6 +228,8 @@ class CheckpointManager(Observer):
         best = self.restored.best
         self._best = _Best(best["name"], best["value"])
         self.model.stop_training = False
+        if self.callbacks.params["verbose"] and self._processes.is_rank_zero:
+            say(self._coming(self.restored))
         if changes and restarts:
             # A device that fails before the next one would go on without the changes.
             document = self.restored.document

@@ -208,6 +208,45 @@ def test_resume_begins_where_there_is_nothing_yet(tmp_path):
     assert "resumed" not in second.history.params
 
 
+class Stops(ipufit.callbacks.Callback):
+    """Ends training after its second epoch, where it is to."""
+
+    stops = False
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = self.stops and epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "stops", "text"),
+    [
+        (3, False, "going on from checkpoint {} with epoch 3 of 3\n"),
+        (2, False, "nothing is left to train after checkpoint {}: all 2 epochs are done\n"),
+        (4, True, "nothing is left to train after checkpoint {}: a callback ended this run\n"),
+    ],
+)
+def test_a_run_that_goes_on_says_with_what(tmp_path, capsys, epochs, stops, text):
+    """Whoever runs a script again sees that it does not begin anew, or has nothing to do."""
+
+    def run(count, verbose):
+        torch.manual_seed(0)
+        model = ipufit.Model(torch.nn.Linear(4, 3))
+        model.compile("sgd", "mse")
+        stop = Stops()
+        stop.stops = stops
+        checkpoint = ipufit.Checkpoint(tmp_path / "run", resume="auto")
+        data = (torch.ones(8, 4), torch.ones(8, 3))
+        options = {"batch_size": 4, "callbacks": [stop], "checkpoint": checkpoint, "seed": 0}
+        model.fit(*data, epochs=count, verbose=verbose, **options)
+        return capsys.readouterr().err
+
+    assert "checkpoint" not in run(epochs if stops else 2, 2)
+    (name,) = (folder.name for folder in (tmp_path / "run").iterdir() if "000004" in folder.name)
+    again = run(epochs, 2)
+    assert text.format(name) in again
+    assert run(epochs, 0) == ""
+
+
 @pytest.mark.long("ipu-standin")
 def test_one_checkpoint_can_be_chosen_and_goes_on_elsewhere(tmp_path):
     PLAIN.run(checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=4, keep=100))
