@@ -855,6 +855,244 @@ class Demanding(torch.optim.SGD):
 
 @pytest.mark.long("ipu-standin")
 @pytest.mark.filterwarnings("ignore:training data has other dtypes:UserWarning")
+class Rivals(nn.Module):
+    """Two parts that are moved by losses of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = linear(), linear()
+
+    def forward(self, x):
+        return self.actor(x)
+
+
+def losses_of(*names):
+    """A step that returns a loss of each of these parts, under its name, or a single one."""
+
+    def step(net, batch):
+        values = {name: getattr(net, name)(batch[0]).square().mean() for name in names}
+        return values if len(names) > 1 else values[names[0]]
+
+    return step
+
+
+def stepped(*steps, optimizer="sgd", module=Rivals, work=None, **options):
+    """A fit of steps of one's own."""
+    loss = list(steps) if len(steps) > 1 else steps[0]
+    return fit(model=compiled(optimizer, loss, module(), **options), **(work or {}))
+
+
+def named(name, **moves):
+    """A step that returns the loss of a part in a dict."""
+    step = losses_of(name)
+    return ipufit.TrainStep(lambda net, batch: {name: step(net, batch)}, **moves)
+
+
+MOVES = {"actor": "actor", "critic": "critic"}
+TAKES_NO_BATCH = "For a method of the module, pass the function, such as MyModule.training_step."
+
+
+def of_module(net, batch):
+    """A step as a function."""
+    return net(batch[0]).mean()
+
+
+class Critics(nn.Module):
+    """A part alone, under both names."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = linear()
+
+    @property
+    def actor(self):
+        return self.critic
+
+
+def frozen():
+    """Rivals of which one is not trained."""
+    net = Rivals()
+    net.critic.requires_grad_(False)
+    return net
+
+
+# Of steps of one's own, and of several optimizers.
+ADVICE.update(
+    {
+        "a step that is none": (
+            lambda: ipufit.TrainStep(3),
+            "Write for example TrainStep(lambda module, batch: module(batch[0]).mean()).",
+            lambda: stepped(ipufit.TrainStep(lambda module, batch: module(batch[0]).mean())),
+        ),
+        "a step of other arguments": (
+            lambda: ipufit.TrainStep(lambda batch: batch),
+            TAKES_NO_BATCH,
+            lambda: stepped(ipufit.TrainStep(of_module)),
+        ),
+        "at_once of one loss": (
+            lambda: ipufit.TrainStep(losses_of("actor"), at_once=True),
+            "Write for example moves={'policy': 'actor', 'value': 'critic'}, or leave at_once out.",
+            lambda: ipufit.TrainStep(
+                losses_of("actor"), moves={"policy": "actor", "value": "critic"}, at_once=True
+            ),
+            lambda: stepped(ipufit.TrainStep(losses_of("actor"))),
+        ),
+        "moves of nothing": (
+            lambda: ipufit.TrainStep(losses_of("actor"), moves={}),
+            "Write for example moves={'critic': 'critic', 'actor': 'actor'}.",
+            lambda: stepped(ipufit.TrainStep(losses_of("critic", "actor"), moves=MOVES)),
+        ),
+        "moves of outputs": (
+            lambda: ipufit.TrainStep(losses_of("actor"), moves={"outputs": "actor"}),
+            "Rename the loss.",
+            lambda: ipufit.TrainStep(losses_of("actor"), moves={"output": "actor"}),
+        ),
+        "moves of a number": (
+            lambda: ipufit.TrainStep(losses_of("actor"), moves=3),
+            "Write for example moves='critic', or moves={'critic': 'critic'}.",
+            lambda: stepped(ipufit.TrainStep(losses_of("critic"), moves="critic"), module=Critics),
+            lambda: stepped(named("critic", moves={"critic": "critic"}), module=Critics),
+        ),
+        "moves of numbers": (
+            lambda: ipufit.TrainStep(losses_of("actor"), moves=[3]),
+            "Write for example 'critic', or 'critic.*.weight'.",
+            lambda: ipufit.TrainStep(losses_of("critic"), moves=["critic"]),
+            lambda: ipufit.TrainStep(losses_of("critic"), moves=["critic.*.weight"]),
+        ),
+        "no dict of losses": (
+            lambda: stepped(ipufit.TrainStep(losses_of("actor"), moves=MOVES)),
+            "Return each loss under its name.",
+            lambda: stepped(ipufit.TrainStep(losses_of("actor", "critic"), moves=MOVES)),
+        ),
+        "a loss that is missing": (
+            lambda: stepped(named("actor", moves=MOVES)),
+            "Return each loss under its name, or correct moves.",
+            lambda: stepped(ipufit.TrainStep(losses_of("actor", "critic"), moves=MOVES)),
+        ),
+        "a logged vector": (
+            lambda: stepped(
+                ipufit.TrainStep(lambda net, batch: {"loss": net(batch[0]).mean(), "x": batch[0]})
+            ),
+            "Reduce it, or put it into 'outputs'.",
+            lambda: stepped(
+                ipufit.TrainStep(
+                    lambda net, batch: {"loss": net(batch[0]).mean(), "x": batch[0].mean()}
+                )
+            ),
+            lambda: stepped(
+                ipufit.TrainStep(
+                    lambda net, batch: {"loss": net(batch[0]).mean(), "outputs": batch[0]}
+                )
+            ),
+        ),
+        "tokens of a step": (
+            lambda: stepped(
+                ipufit.TrainStep(of_module), reduction=ipufit.Reduction(normalize="tokens")
+            ),
+            "Leave it out.",
+            lambda: stepped(ipufit.TrainStep(of_module)),
+        ),
+        "one name twice": (
+            lambda: stepped(*[named("actor", moves={"actor": "actor"})] * 2, module=Critics),
+            "Rename one, in moves and in what the step returns.",
+            lambda: stepped(
+                named("actor", moves={"actor": "actor"}),
+                named("critic", moves={"critic": "critic"}),
+            ),
+        ),
+        "steps without names": (
+            lambda: stepped(ipufit.TrainStep(of_module), ipufit.TrainStep(of_module)),
+            "Write for example TrainStep(function, moves={'critic': 'critic'}), and return "
+            "{'critic': loss}.",
+            lambda: stepped(
+                named("critic", moves={"critic": "critic"}),
+                named("actor", moves={"actor": "actor"}),
+            ),
+        ),
+        "steps now and then": (
+            lambda: stepped(
+                named("critic", moves={"critic": "critic"}, every=2),
+                named("actor", moves={"actor": "actor"}, every=2),
+            ),
+            "Give the most frequent one every=1, or gradient_accumulation= of fit",
+            lambda: stepped(
+                named("critic", moves={"critic": "critic"}, every=1),
+                named("actor", moves={"actor": "actor"}, every=2),
+            ),
+            lambda: stepped(
+                named("critic", moves={"critic": "critic"}),
+                named("actor", moves={"actor": "actor"}),
+                work={"gradient_accumulation": 2},
+            ),
+        ),
+        "a part that nothing moves": (
+            lambda: stepped(named("actor", moves={"actor": "actor"})),
+            "Name them in moves, or call requires_grad_(False) on them before compile.",
+            lambda: stepped(ipufit.TrainStep(losses_of("actor", "critic"), moves=MOVES)),
+            lambda: stepped(named("actor", moves={"actor": "actor"}), module=frozen),
+        ),
+        "a part that there is not": (
+            lambda: stepped(named("actor", moves={"actor": "agent"})),
+            "Name one of the parts 'actor', 'critic', or parameters in them.",
+            lambda: stepped(ipufit.TrainStep(losses_of("actor", "critic"), moves=MOVES)),
+            lambda: stepped(
+                ipufit.TrainStep(
+                    losses_of("actor", "critic"),
+                    moves={"actor": ["actor.weight", "actor.bias"], "critic": "critic"},
+                )
+            ),
+        ),
+        "losses at once of one part": (
+            lambda: stepped(
+                ipufit.TrainStep(
+                    losses_of("actor", "critic"), moves={"actor": "*", "critic": "*"}, at_once=True
+                )
+            ),
+            "Add them up into one loss, or let them take turns (at_once=False).",
+            lambda: stepped(
+                ipufit.TrainStep(
+                    lambda net, batch: sum(losses_of("actor", "critic")(net, batch).values())
+                )
+            ),
+            lambda: stepped(
+                ipufit.TrainStep(losses_of("actor", "critic"), moves={"actor": "*", "critic": "*"})
+            ),
+        ),
+        "patterns that overlap": (
+            lambda: compiled({"actor": "sgd", "actor.weight": "adam"}, module=Rivals()),
+            "The patterns must not overlap.",
+            lambda: compiled({"actor": "sgd", "critic": "adam"}, module=Rivals()),
+        ),
+        "a part without an optimizer": (
+            lambda: compiled({"actor": "sgd"}, module=Rivals()),
+            "Add a pattern for it, '*' for all the others, or freeze it with "
+            "requires_grad_(False).",
+            lambda: compiled({"actor": "sgd", "critic": "sgd"}, module=Rivals()),
+            lambda: compiled({"actor": "sgd", "*": "adam"}, module=Rivals()),
+            lambda: compiled({"actor": "sgd"}, module=frozen()),
+        ),
+        "a pattern of nothing": (
+            lambda: compiled({"agent": "sgd", "*": "adam"}, module=Rivals()),
+            "Its parameters are 'actor.weight', 'actor.bias', 'critic.weight', 'critic.bias'.",
+            lambda: compiled({"actor.weight": "sgd", "*": "adam"}, module=Rivals()),
+        ),
+        "a schedule of no optimizer": (
+            lambda: compiled(
+                {"actor": "sgd", "critic": "sgd"},
+                module=Rivals(),
+                lr_scheduler={"actor": "cosine", "agent": "cosine"},
+            ),
+            "There is 'actor', 'critic'.",
+            lambda: compiled(
+                {"actor": "sgd", "critic": "sgd"},
+                module=Rivals(),
+                lr_scheduler={"actor": "cosine"},
+            ),
+        ),
+    }
+)
+
+
 @pytest.mark.parametrize("name", ADVICE)
 def test_what_an_error_advises_works(name, tmp_path, monkeypatch):
     """Advice that does not work is worse than none."""
