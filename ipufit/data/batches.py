@@ -70,7 +70,7 @@ class BatchValidator:
             micro_batch = self(raw, index)
             return [micro_batch.clone() if self._source.reuses_memory else micro_batch]
         last = self._last
-        if last is not None and raw.structure is self._picked and self._are_like(last, raw):
+        if last is not None and raw.structure == self._picked and self._are_like(last, raw):
             leaves = self._cast(raw.leaves[: self._used])
             return MicroBatch.split_rows(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]

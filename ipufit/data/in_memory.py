@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import itertools
 import math
 import numbers
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
@@ -40,6 +42,7 @@ __all__ = [
     "is_array",
     "is_datasets_table",
     "is_in_memory",
+    "is_plain",
     "is_table",
     "rows_at",
     "rows_in_memory",
@@ -86,17 +89,25 @@ class RowBlock:
         """True if no batch is smaller."""
         return not self.leaves[0].shape[0] % self.batch_size
 
-    def columns(self) -> List[Sequence[Tensor]]:
-        """Split each tensor into parts, one for each batch."""
-        return [torch.split(leaf, self.batch_size) for leaf in self.leaves]
+    @staticmethod
+    def interleaved(blocks: Sequence[RowBlock], pin_memory: bool) -> RowBlock:
+        """Copy the batches of blocks that are alike, one of each block in turn."""
+        columns = zip(*[block.leaves for block in blocks])
+        leaves = [_interleaved(column, len(blocks[0]), pin_memory) for column in columns]
+        return dataclasses.replace(blocks[0], leaves=leaves)
 
-    def batches(self) -> List[RawBatch]:
-        """Yield batches as the user's loader has them."""
-        return [tree.unflatten(leaves, self.structure) for leaves in zip(*self.columns())]
+    def part(self, begin: int, end: int) -> RowBlock:
+        """Cut out some of the batches."""
+        rows = slice(begin * self.batch_size, end * self.batch_size)
+        return dataclasses.replace(self, leaves=[leaf[rows] for leaf in self.leaves])
 
     def apart(self) -> List[RowBlock]:
         """Yield the batches of the block, each by itself."""
-        return [dataclasses.replace(self, leaves=leaves) for leaves in zip(*self.columns())]
+        return [self.part(i, i + 1) for i in range(len(self))]
+
+    def batches(self) -> List[RawBatch]:
+        """Yield batches as the user's loader has them."""
+        return [tree.unflatten(each.leaves, self.structure) for each in self.apart()]
 
 
 def batch_count(raw: object) -> int:
@@ -165,15 +176,37 @@ def _copy(leaf: tree.Leaf, rows: Union[slice, Tensor]) -> Tensor:
     if not isinstance(leaf, Tensor):
         return _dense(leaf[rows if isinstance(rows, slice) else rows.numpy()], copy=True)
     tensor: Tensor = leaf.detach()
-    if reads_ahead() and _is_plain(tensor):
+    if reads_ahead() and is_plain(tensor):
         return _copy_alone(tensor, rows)
     if isinstance(rows, slice):
         return tensor[rows].clone()
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
+def is_plain(leaf: object) -> bool:
+    """True of a tensor that nothing but its bytes, shape and dtype make out."""
+    return (
+        type(leaf) is Tensor
+        and leaf.device.type == "cpu"
+        and leaf.layout is torch.strided
+        and leaf.is_contiguous()
+        and not leaf.requires_grad
+        and not leaf.is_complex()
+        and not leaf.is_quantized
+        and not leaf.is_neg()
+    )
+
+
+def _interleaved(leaves: Sequence[Tensor], batches: int, pin_memory: bool) -> Tensor:
+    """Copy so many equal parts of each tensor, one of each in turn, without other threads."""
+    first, step = leaves[0], len(leaves)
+    shape = (len(first) * step, *first.shape[1:])
+    whole = torch.empty(shape, dtype=first.dtype, device="cpu", pin_memory=pin_memory)
+    size = first.numel() * first.element_size() // batches
+    for number, leaf in itertools.product(range(batches), range(step)):
+        target = whole.data_ptr() + (number * step + leaf) * size
+        ctypes.memmove(target, leaves[leaf].data_ptr() + number * size, size)
+    return whole
 
 
 def _copy_alone(leaf: Tensor, rows: Union[slice, Tensor]) -> Tensor:
@@ -185,20 +218,17 @@ def _copy_alone(leaf: Tensor, rows: Union[slice, Tensor]) -> Tensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
     copy = leaf.new_empty((count, *leaf.shape[1:]))
     size = math.prod(leaf.shape[1:])
-    if size > _PIECE:
-        places = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-        for place, row in zip(places, copy):
-            pieces = torch.split(leaf[place].view(-1), _PIECE)
-            for piece, source in zip(torch.split(row.view(-1), _PIECE), pieces):
-                piece.copy_(source)
-        return copy
-    step = _PIECE // max(1, size)
-    for begin in range(0, count, step):
-        piece = copy[begin : begin + step]
-        if isinstance(rows, slice):
-            piece.copy_(leaf[rows.start + begin : rows.start + begin + len(piece)])
-        else:
-            torch.index_select(leaf, 0, rows[begin : begin + step], out=piece)
+    width = size * leaf.element_size()
+    if isinstance(rows, slice):
+        ctypes.memmove(copy.data_ptr(), leaf.data_ptr() + rows.start * width, count * width)
+    elif size > _PIECE:
+        for place, row in enumerate(rows.tolist()):
+            ctypes.memmove(copy.data_ptr() + place * width, leaf.data_ptr() + row * width, width)
+    else:
+        step = _PIECE // max(1, size)
+        for begin in range(0, count, step):
+            piece = rows[begin : begin + step]
+            torch.index_select(leaf, 0, piece, out=copy[begin : begin + step])
     return copy
 
 
@@ -528,7 +558,7 @@ def rows_in_memory(loader: Any) -> Optional[ArrayLoader]:
             return None
         picked = inner if picked is None else inner[picked]
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or not all(map(_can_be_stacked, dataset.tensors)):
+    if type(dataset) is not TensorDataset or not all(map(is_plain, dataset.tensors)):
         return None
     batches = loader.batch_sampler
     samples, size = len(batches.sampler), int(batches.batch_size)
@@ -613,16 +643,3 @@ def _indices(indices: object, dataset: Any) -> Optional[Tensor]:
     if not all(type(index) is int and 0 <= index < length for index in indices):
         return None
     return torch.tensor(indices, dtype=torch.int64, device="cpu")
-
-
-def _can_be_stacked(tensor: object) -> bool:
-    """True if picking rows gives the bits, dtype and strides that stacking the samples does."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-        and not tensor.is_complex()
-        and not tensor.is_quantized
-        and not tensor.is_neg()
-    )

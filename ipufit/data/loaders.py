@@ -35,6 +35,7 @@ __all__ = [
     "FirstBatches",
     "batch_total",
     "end_workers",
+    "has_torchs_samplers",
     "is_torchs",
     "kill_workers",
     "length_of",
@@ -44,6 +45,7 @@ __all__ = [
     "reads_as_torch",
     "row_count",
     "sample_makers",
+    "sends_groups",
     "starting_workers",
     "stream_length",
     "without_shuffling",
@@ -208,6 +210,23 @@ def like(loader: Any, **changes: object) -> Any:
     # Its __init__ would warn once more of what the user's has warned of.
     vars(other).update(changes, _iterator=None)
     return other
+
+
+def sends_groups(loader: object) -> bool:
+    """True if nobody can tell by the batches whether workers send them one by one or together."""
+    if type(loader) is not DataLoader or not loader.num_workers or loader.batch_sampler is None:
+        return False
+    if isinstance(loader.dataset, IterableDataset) or loader.timeout:
+        return False
+    # Older versions of torch have no other order.
+    return getattr(loader, "in_order", True) and has_torchs_samplers(loader)
+
+
+def has_torchs_samplers(loader: DataLoader[object]) -> bool:
+    """True if no code of the user's runs in this process while workers read."""
+    # A batch_sampler has its own sampler, of which loader.sampler knows nothing.
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return all(map(is_torchs, (loader.sampler, loader.batch_sampler, sampler)))
 
 
 # How long all workers together may take to end by themselves, in seconds; torch gives each five.

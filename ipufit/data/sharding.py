@@ -5,35 +5,75 @@ The cut is made by ipufit, by the data itself, or by nobody.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
+import time
+import weakref
 import zlib
 from types import CodeType
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, _utils, get_worker_info
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, IterableDataset, _utils, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from ipufit.core.batch import MicroBatch, RawBatch
 from ipufit.core.plan import Plan
-from ipufit.data.in_memory import ArrayLoader, is_array, is_datasets_table, is_table
-from ipufit.data.loaders import like, reads_as_torch
+from ipufit.data.in_memory import (
+    ArrayLoader,
+    ReadAhead,
+    RowBlock,
+    batch_count,
+    is_array,
+    is_datasets_table,
+    is_plain,
+    is_table,
+)
+from ipufit.data.loaders import like, reads_as_torch, sends_groups
 from ipufit.errors import DataError
+from ipufit.utils import tree
 
 __all__ = [
     "AsWorkerOfAll",
     "GlobalBatchIndex",
+    "GroupedBatches",
+    "LoaderReader",
     "RankShard",
     "Sharded",
-    "ShardedLoader",
     "as_worker",
+    "forget_workers",
+    "has_workers",
     "layout_of",
     "refuse_unshared",
 ]
+
+
+# A worker sends so many batches at once at most, and makes them in so many seconds, as others wait
+# for the first of them; all messages share so many bytes.
+_MOST, _SECONDS, _BYTES = 32, 0.03, 2**24
+_ALIGNED = 16
+# Dtype, shape and bytes.
+_Tensor = Tuple[torch.dtype, Sequence[int], int]
+_NOTHING = object()
+_torchs_worker: Any = _utils.worker
+# Readers whose workers stay from one pass to the next.
+_READERS: weakref.WeakKeyDictionary[DataLoader[object], LoaderReader] = weakref.WeakKeyDictionary()
 
 
 class GlobalBatchIndex:
@@ -110,7 +150,7 @@ class RankShard:
     plan: Plan
     ledger: GlobalBatchIndex
     begin: int
-    drawing: Callable[[], ContextManager[None]]
+    drawing: Callable[[], contextlib.AbstractContextManager[None]]
     total: Optional[int] = None
     example: Optional[Callable[[], RawBatch]] = None
 
@@ -169,6 +209,28 @@ class RankShard:
                     yield each
             number += len(group)
 
+    def indices(
+        self, loader: DataLoader[object], most: Optional[int], draws_once: bool
+    ) -> Iterator[object]:
+        """Indices of the samples of the batches of a loader that this process reads.
+
+        Args:
+            loader: of map-style data.
+            most: batches of the pass at most, of all processes.
+            draws_once: whether random numbers are drawn for the first batch at most.
+        """
+
+        def every() -> Any:
+            if loader.generator is None:
+                # torch's iterator draws a seed for the workers before the order.
+                torch.empty((), dtype=torch.int64).random_()
+            return loader.batch_sampler
+
+        def read(indices: Any) -> RawBatch:
+            return loader.collate_fn([loader.dataset[index] for index in indices])
+
+        return self.picked(every, len, read, most, draws_once)
+
     def rows(self, rows: ArrayLoader, most: Optional[int] = None) -> ArrayLoader:
         """Select the rows of the batches that this process reads."""
         with self.drawing():
@@ -208,9 +270,6 @@ def layout_of(plan: Plan, sizes: Sequence[int]) -> List[List[int]]:
     group = plan.micro_batches_per_update
     filled = [*sizes, *[0] * (-len(sizes) % group)]
     return [filled[i : i + group] for i in range(0, len(filled), group)]
-
-
-_torchs_worker: Any = _utils.worker
 
 
 class Sharded:
@@ -260,46 +319,6 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-@contextlib.contextmanager
-def as_worker(dataset: object, process: int, processes: int) -> Iterator[None]:
-    """Within the block the data that is read in this process takes it for a worker of its own."""
-    before = _torchs_worker._worker_info
-    _torchs_worker._worker_info = _torchs_worker.WorkerInfo(
-        id=process, num_workers=processes, seed=torch.initial_seed(), dataset=dataset
-    )
-    try:
-        yield
-    finally:
-        _torchs_worker._worker_info = before
-
-
-@dataclasses.dataclass(frozen=True)
-class AsWorkerOfAll:
-    """Starts a worker that takes itself for one of those of all processes.
-
-    Attributes:
-        process: of this worker.
-        processes: how many there are.
-        then: the user's own ``worker_init_fn``, or None.
-    """
-
-    process: int
-    processes: int
-    then: Optional[Callable[[int], object]]
-
-    def __call__(self, worker: int) -> None:
-        """Called by torch in the worker."""
-        info = get_worker_info()
-        assert info is not None
-        number, count = self.process * info.num_workers + info.id, info.num_workers
-        # torch has no other place for it.
-        _torchs_worker._worker_info = _torchs_worker.WorkerInfo(
-            id=number, num_workers=self.processes * count, seed=info.seed, dataset=info.dataset
-        )
-        if self.then is not None:
-            self.then(worker)
-
-
 def refuse_unshared(loader: Any, role: str, processes: int) -> None:
     """Make sure that it is known which process reads which samples.
 
@@ -341,52 +360,292 @@ def refuse_unshared(loader: Any, role: str, processes: int) -> None:
         )
 
 
-class _ShardSampler:
-    """Batch sampler whose batches are set anew for every pass: the shard of another one's."""
+@contextlib.contextmanager
+def as_worker(dataset: object, process: int, processes: int) -> Iterator[None]:
+    """Within the block the data that is read in this process takes it for a worker of its own."""
+    before = _torchs_worker._worker_info
+    _torchs_worker._worker_info = _torchs_worker.WorkerInfo(
+        id=process, num_workers=processes, seed=torch.initial_seed(), dataset=dataset
+    )
+    try:
+        yield
+    finally:
+        _torchs_worker._worker_info = before
 
-    def __init__(self) -> None:
-        self.indices: Iterator[object] = iter(())
 
-    def __iter__(self) -> Iterator[RawBatch]:
-        return self.indices
+@dataclasses.dataclass(frozen=True)
+class AsWorkerOfAll:
+    """Starts a worker that takes itself for one of those of all processes.
+
+    Attributes:
+        process: of this worker.
+        processes: how many there are.
+        then: the user's own ``worker_init_fn``, or None.
+    """
+
+    process: int
+    processes: int
+    then: Optional[Callable[[int], object]]
+
+    def __call__(self, worker: int) -> None:
+        """Called by torch in the worker."""
+        info = get_worker_info()
+        assert info is not None
+        number, count = self.process * info.num_workers + info.id, info.num_workers
+        dataset = info.dataset.dataset if isinstance(info.dataset, _Groups) else info.dataset
+        # torch has no other place for it.
+        _torchs_worker._worker_info = _torchs_worker.WorkerInfo(
+            id=number, num_workers=self.processes * count, seed=info.seed, dataset=dataset
+        )
+        if self.then is not None:
+            self.then(worker)
 
 
-class ShardedLoader:
-    """Reads like a DataLoader of map-style data, with workers of its own.
+def has_workers(loader: DataLoader[object]) -> bool:
+    """True if workers are there from the pass before, which the next one goes on with."""
+    if loader in _READERS:
+        return _READERS[loader].reader._iterator is not None
+    return loader._iterator is not None and not sends_groups(loader)
+
+
+def forget_workers(loader: DataLoader[object]) -> None:
+    """Let the next pass over a loader begin with new workers."""
+    loader._iterator = None
+    _READERS.pop(loader, None)
+
+
+class LoaderReader:
+    """Reads as a DataLoader does, but only batches that are named one by one, if it has such.
+
+    Each batch is made by the worker that it would have in the loader, after the same ones: its
+    random numbers are the same. Workers that make small batches quickly send several at once, in
+    memory that they share with this process: a message of torch's takes longer than an update of a
+    small network.
 
     Args:
         loader: that it reads like.
+        worker: of a stream, which process this is, and of how many; None for map-style data.
 
     Attributes:
-        whole: as given.
-        reader: reads this process's batches.
+        reader: starts the workers, which it has for itself.
+        memory: of each message that is on its way, or was read last.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.whole = loader
-        self._sampler = _ShardSampler()
-        self.reader = like(loader, batch_sampler=self._sampler)
+    def __init__(self, loader: Any, worker: Optional[Tuple[int, int]] = None) -> None:
+        self._sampler = _NamedBatches()
+        self._count, self._most = 1, _MOST
+        self.memory: List[Tensor] = []
+        if worker is not None:
+            starts = AsWorkerOfAll(*worker, loader.worker_init_fn)
+            self.reader = like(loader, worker_init_fn=starts)
+        elif not sends_groups(loader):
+            self.reader = like(loader, batch_sampler=self._sampler)
+        else:
+            count = (loader.prefetch_factor + 1) * loader.num_workers
+            size = _BYTES // count // _ALIGNED * _ALIGNED
+            # Without pages until they are written to.
+            storage = torch.UntypedStorage._new_shared(count * size)  # type: ignore[no-untyped-call]
+            shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            self.memory = [*torch.split(shared, size)]
+            self.reader = like(
+                loader,
+                dataset=_Groups(loader.dataset, loader.collate_fn, self.memory),
+                batch_sampler=None,
+                sampler=self._sampler,
+                collate_fn=_unchanged,
+                worker_init_fn=AsWorkerOfAll(0, 1, loader.worker_init_fn),
+            )
 
-    def batches(
-        self, portion: RankShard, most: Optional[int], draws_once: bool
-    ) -> Iterator[RawBatch]:
-        """Yield the batches of one pass that this process reads.
+    @staticmethod
+    def of(loader: DataLoader[object], worker: Optional[Tuple[int, int]] = None) -> LoaderReader:
+        """Make a reader, or find that of the workers that stay."""
+        stays = loader in _READERS
+        reader: LoaderReader = _READERS[loader] if stays else LoaderReader(loader, worker)
+        if loader.persistent_workers:
+            _READERS[loader] = reader
+        return reader
+
+    def start(self, indices: Iterable[object], horizon: ReadAhead) -> Iterator[RawBatch]:
+        """Start a pass over batches.
 
         Args:
-            portion: says which they are.
-            most: batches of the pass at most, of all processes.
-            draws_once: whether random numbers are drawn for the first batch at most.
+            indices: of the samples of each; a stream has none.
+            horizon: how many batches may come at once, as a ``RowBlock``.
         """
-        whole = self.whole
+        self._sampler.batches = self._tasks(indices) if self.memory else indices
+        iterator = iter(self.reader)
+        return GroupedBatches(self, iterator, horizon) if self.memory else iterator
 
-        def every() -> Any:
-            if whole.generator is None:
-                # torch's iterator draws a seed for the workers before the order.
-                torch.empty((), dtype=torch.int64).random_()
-            return whole.batch_sampler
+    def _tasks(self, indices: Iterable[object]) -> Iterator[Tuple[int, List[object]]]:
+        """Deal batches out, to each worker the next message in turn, as torch does with batches."""
+        workers, rest = self.reader.num_workers, iter(indices)
+        places = itertools.cycle(range(len(self.memory)))
+        while True:
+            turn = [*itertools.islice(rest, self._count * workers)]
+            if not turn:
+                return
+            for worker in range(min(workers, len(turn))):
+                yield next(places), turn[worker::workers]
 
-        def read(indices: Any) -> RawBatch:
-            return whole.collate_fn([whole.dataset[index] for index in indices])
+    def adapt(self, messages: Sequence[_Message]) -> None:
+        """Choose how many batches make a message, by the last ones."""
+        slowest = max(message.seconds for message in messages)
+        for message in messages:
+            fitting = _capacity(message.tensors, self.memory[0])
+            # A last batch may be smaller; others are of several shapes.
+            self._most = min(self._most, fitting) if len(message.rest) <= 1 else 1
+        self._count = max(1, min(self._most, int(_SECONDS / max(slowest, 1e-6))))
 
-        self._sampler.indices = portion.picked(every, len, read, most, draws_once)
-        return iter(self.reader)
+
+class _NamedBatches:
+    """Sampler whose batches are set anew for every pass."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[object] = ()
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.batches)
+
+
+class GroupedBatches(Iterator[RawBatch]):
+    """Pass over messages of workers, of which each has every so many-th batch.
+
+    Args:
+        reader: whose workers they are.
+        iterator: torch's, over the messages.
+        horizon: how many batches may come at once.
+
+    Attributes:
+        iterator: torch's.
+    """
+
+    def __init__(self, reader: LoaderReader, iterator: Any, horizon: ReadAhead) -> None:
+        self.iterator = iterator
+        self._reader = reader
+        self._horizon = horizon
+        self._ready: collections.deque[RawBatch] = collections.deque()
+
+    def __next__(self) -> RawBatch:
+        if not self._ready:
+            self._ready.extend(self._receive())
+        first, most = self._ready.popleft(), max(1, self._horizon.batches)
+        if isinstance(first, ExceptionWrapper):
+            first.reraise()  # type: ignore[no-untyped-call]
+        if batch_count(first) > most:
+            self._ready.appendleft(first.part(most, len(first)))
+            return first.part(0, most)
+        return first
+
+    def _receive(self) -> List[RawBatch]:
+        """The batches of the next message of each worker, in their order."""
+        messages = [*itertools.islice(self.iterator, self._reader.reader.num_workers)]
+        if not messages:
+            raise StopIteration
+        self._reader.adapt(messages)
+        first = messages[0]
+        forms = [(each.packed, each.structure, each.tensors, each.rest) for each in messages]
+        if first.packed and all(form == (*forms[0][:3], []) for form in forms):
+            return [self._copied(messages)]
+        columns = [
+            [*(self._copied([each]).apart() if each.packed else ()), *each.rest]
+            for each in messages
+        ]
+        rows = itertools.zip_longest(*columns, fillvalue=_NOTHING)
+        return [batch for row in rows for batch in row if batch is not _NOTHING]
+
+    def _copied(self, messages: Sequence[_Message]) -> RowBlock:
+        """Batches of each message in turn, out of the memory, which is written to again."""
+        blocks = [message.rows(self._reader.memory) for message in messages]
+        return RowBlock.interleaved(blocks, self.iterator._pin_memory)
+
+
+class _Message(NamedTuple):
+    """Batches that a worker sends.
+
+    Attributes:
+        place: of the memory that has the first ones, which are rows of plain tensors and alike.
+        packed: how many these are.
+        structure: of each of them.
+        tensors: dtype, shape and bytes of each tensor of a batch.
+        rest: the batches after them, as they are; the last one may be an error instead.
+        seconds: that a batch took.
+    """
+
+    place: int
+    packed: int
+    structure: tree.Structure
+    tensors: List[_Tensor]
+    rest: List[RawBatch]
+    seconds: float
+
+    def rows(self, memory: Sequence[Tensor]) -> RowBlock:
+        """The batches that are in shared memory."""
+        views = _views(memory[self.place], self.tensors, self.packed)
+        leaves = [leaf.flatten(0, 1) for leaf in views]
+        return RowBlock(leaves, self.structure, self.tensors[0][1][0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """Dataset of a worker, which reads several batches for one message.
+
+    Attributes:
+        dataset: the user's.
+        collate_fn: the user's.
+        memory: for each message that is on its way.
+    """
+
+    dataset: object
+    collate_fn: Callable[[List[object]], RawBatch]
+    memory: Sequence[Tensor]
+
+    def __getitem__(self, task: Tuple[int, List[object]]) -> _Message:
+        """Make batches, of which each has the indices of its samples, as torch's worker does."""
+        start = time.perf_counter()
+        place, indices = task
+        fetcher = _utils.fetch._MapDatasetFetcher(self.dataset, True, self.collate_fn, False)
+        batches: List[RawBatch] = []
+        try:
+            for each in indices:
+                batches.append(fetcher.fetch(each))  # type: ignore[no-untyped-call]
+        except Exception:
+            # As torch's worker does.
+            where = f"in DataLoader worker process {_torchs_worker._worker_info.id}"
+            batches.append(ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
+        seconds = (time.perf_counter() - start) / len(batches)
+        flat = [tree.flatten(batch) for batch in batches]
+        forms = [(structure, _tensors_of(leaves)) for leaves, structure in flat]
+        structure, tensors = forms[0]
+        count = sum(1 for _ in itertools.takewhile(forms[0].__eq__, forms))
+        if not structure.is_builtin or count > _capacity(tensors, self.memory[0]):
+            count, tensors = 0, []
+        columns = zip(*[leaves for leaves, _ in flat[:count]])
+        for column, view in zip(columns, _views(self.memory[place], tensors, count)):
+            torch.stack(column, out=view)
+        return _Message(place, count, structure, tensors, batches[count:], seconds)
+
+
+def _tensors_of(leaves: Sequence[tree.Leaf]) -> List[_Tensor]:
+    """Describe the tensors of a batch, if all are plain and have a row for each sample; else []."""
+    sizes = {leaf.shape[:1] if is_plain(leaf) and leaf.numel() else () for leaf in leaves}
+    if len(sizes) != 1 or () in sizes:
+        return []
+    return [(leaf.dtype, leaf.shape, leaf.numel() * leaf.element_size()) for leaf in leaves]
+
+
+def _capacity(tensors: Sequence[_Tensor], memory: Tensor) -> int:
+    """How many batches of these tensors fit into memory."""
+    return len(memory) // sum(size + _ALIGNED for _, _, size in tensors) if tensors else 0
+
+
+def _views(memory: Tensor, tensors: Sequence[_Tensor], count: int) -> Iterator[Tensor]:
+    """Tensors of so many batches, which lie in memory one after the other."""
+    begin = 0
+    for dtype, shape, size in tensors:
+        yield memory[begin : begin + count * size].view(dtype).view(count, *shape)
+        # A view of another dtype begins at a multiple of its size.
+        begin += -(-count * size // _ALIGNED) * _ALIGNED
+
+
+def _unchanged(message: object) -> object:
+    return message

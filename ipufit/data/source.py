@@ -26,21 +26,29 @@ from ipufit.data.loaders import (
     FirstBatches,
     batch_total,
     end_workers,
-    is_torchs,
+    has_torchs_samplers,
     kill_workers,
     length_of,
-    like,
     may_reuse_memory,
     place_of,
     reads_as_torch,
     row_count,
     sample_makers,
+    sends_groups,
     starting_workers,
     stream_length,
     without_shuffling,
 )
 from ipufit.data.read_errors import ends_in_a_sample, unreadable
-from ipufit.data.sharding import AsWorkerOfAll, RankShard, ShardedLoader, as_worker, refuse_unshared
+from ipufit.data.sharding import (
+    GroupedBatches,
+    LoaderReader,
+    RankShard,
+    as_worker,
+    forget_workers,
+    has_workers,
+    refuse_unshared,
+)
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
 from ipufit.utils.interrupts import is_interrupted
@@ -105,9 +113,7 @@ class DataAdapter:
         self.most: Optional[int] = None
         self.reuses_memory = may_reuse_memory(loader)
         self._shuffled = shuffled
-        self._own_loader: Optional[ShardedLoader] = None
         self._worker: Optional[Tuple[int, int]] = None
-        self._stream_loader: Optional[object] = None
         self._has_yielded = False
         self._being_read: object = None
         if isinstance(loader, ArrayLoader):
@@ -222,11 +228,7 @@ class DataAdapter:
         loader: Any = self.loader
         if rows_in_memory(loader) is not None:
             return True
-        if not reads_as_torch(loader) or not loader.num_workers:
-            return False
-        # A batch_sampler has its own sampler, of which loader.sampler knows nothing.
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        return all(map(is_torchs, (loader.sampler, loader.batch_sampler, sampler)))
+        return reads_as_torch(loader) and loader.num_workers > 0 and has_torchs_samplers(loader)
 
     @property
     def is_held(self) -> bool:
@@ -260,8 +262,8 @@ class DataAdapter:
     def generator_states(self) -> List[Tensor]:
         """Read the states of the user's generators as the order of the next pass is drawn."""
         states = [generator.get_state() for generator in self._generators()]
-        reader: Any = self._own_loader.reader if self._own_loader else self.loader
-        if states and reader.persistent_workers and reader.generator and not reader._iterator:
+        loader: Any = self.loader
+        if states and loader.persistent_workers and loader.generator and not has_workers(loader):
             # New workers draw their seed before the order, those that stay draw none; where a run
             # goes on they are there, as the first batch was looked at.
             ahead = torch.Generator(device="cpu").set_state(states[0])
@@ -312,8 +314,6 @@ class DataAdapter:
             DataError: the user's code failed; chained from its error.
         """
         loader = self.loader if self._shuffled is None else self._shuffled(key)
-        if self._worker is not None:
-            loader = self._as_workers(loader)
         # torch has one iterator for all readers of such a loader: a second would end the first.
         exclusive = isinstance(loader, DataLoader) and loader.persistent_workers
         exclusive = exclusive and rows_in_memory(loader) is None
@@ -351,11 +351,9 @@ class DataAdapter:
                 rows = rows_in_memory(loader)
                 if rows is None:
                     _draw_as_for_new_workers(loader)
-                if portion is not None:
-                    iterator = self._own_batches(loader, rows, horizon, portion)
-                else:
-                    iterator = iter(loader) if rows is None else rows.picked(horizon, self.most)
-                self._being_read = iterator
+                iterator = self._being_read = self._batches(loader, rows, horizon, portion)
+                if isinstance(iterator, GroupedBatches):
+                    self._being_read = iterator.iterator
             while portion is not None or self.most is None or index < self.most:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
@@ -382,13 +380,12 @@ class DataAdapter:
                 del batch
         finally:
             # Let go of, not closed: one that the user holds as well may be gone on with.
-            self._being_read = None
-            finished, iterator = iterator, None
+            finished, self._being_read, iterator = self._being_read, None, None
             if is_new:
                 end_workers(finished)
             elif is_interrupted(sys.exc_info()[1]) and reads_as_torch(loader):
                 # Persistent ones may read something slow, which torch would wait for later.
-                loader._iterator = None
+                forget_workers(loader)
                 end_workers(finished)
             del finished
 
@@ -398,31 +395,32 @@ class DataAdapter:
         loader: Any = self.loader
         if reads_as_torch(loader) and loader.persistent_workers:
             # Of those of this pass there are none left to go on with.
-            loader._iterator = None
-            self._own_loader = self._stream_loader = None
+            forget_workers(loader)
 
-    def _as_workers(self, loader: Any) -> Any:
-        """A stream's loader, whose workers are some of those of all processes."""
-        assert self._worker is not None
-        if not loader.num_workers:
-            return loader
-        if self._stream_loader is None:
-            started = AsWorkerOfAll(*self._worker, loader.worker_init_fn)
-            self._stream_loader = like(loader, worker_init_fn=started)
-        return self._stream_loader
-
-    def _own_batches(
-        self, loader: object, rows: Optional[ArrayLoader], horizon: ReadAhead, portion: RankShard
+    def _batches(
+        self,
+        loader: Any,
+        rows: Optional[ArrayLoader],
+        horizon: ReadAhead,
+        portion: Optional[RankShard],
     ) -> Iterator[RawBatch]:
-        """Yield the batches of a pass over a loader that a shard names."""
+        """Start a pass over a loader, or over the batches that a shard names."""
         if rows is not None:
+            if portion is None:
+                return rows.picked(horizon, self.most)
             return portion.rows(rows, self.most).picked(horizon)
+        if self._worker is not None and loader.num_workers:
+            return LoaderReader.of(loader, self._worker).start((), horizon)
+        if portion is None:
+            if not sends_groups(loader):
+                return iter(loader)
+            every = itertools.islice(loader.batch_sampler, self.most)
+            return LoaderReader.of(loader).start(every, horizon)
         if isinstance(loader, (list, tuple)):
             whole = (lambda: loader, row_count, lambda batch: batch)
             return portion.picked(*whole, self.most, draws_once=True, are_indices=False)
-        if self._own_loader is None or self._own_loader.whole is not loader:
-            self._own_loader = ShardedLoader(loader)
-        return self._own_loader.batches(portion, self.most, self.reads_alone)
+        indices = portion.indices(loader, self.most, self.reads_alone)
+        return LoaderReader.of(loader).start(indices, horizon)
 
     def _in_turn(self, loader: Any) -> ContextManager[None]:
         """Around the reading of a stream in this process, which may ask which worker it is."""
@@ -550,7 +548,7 @@ def _draw_as_for_new_workers(loader: object) -> None:
     """
     if not isinstance(loader, DataLoader) or not loader.persistent_workers:
         return
-    if loader.generator is None and getattr(loader, "_iterator", None) is not None:
+    if loader.generator is None and has_workers(loader):
         torch.empty((), dtype=torch.int64).random_()
 
 

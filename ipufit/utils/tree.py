@@ -64,6 +64,12 @@ class Structure:
         """Number of leaves of a value of this structure."""
         return 1 if self.kind is None else sum(child.leaves for child in self.children)
 
+    @property
+    def is_builtin(self) -> bool:
+        """True if all containers are tuples, lists and dicts, which are made again from leaves."""
+        is_simple = self.kind in (None, type(None), tuple, list, dict)
+        return is_simple and all(child.is_builtin for child in self.children)
+
     def __str__(self) -> str:
         if self.kind is None:
             return "*"
