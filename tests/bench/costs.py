@@ -134,7 +134,12 @@ def _peak(peer: str, workload: str) -> float:
 
 
 def share_costs(
-    waiting: List[float], feeding: List[float], telling: List[float], padding: List[float]
+    waiting: List[float],
+    feeding: List[float],
+    telling: List[float],
+    padding: List[float],
+    rows: List[float],
+    workers: List[float],
 ) -> List[Cost]:
     """The shares of :mod:`tests.bench.shares`."""
     return [
@@ -143,6 +148,13 @@ def share_costs(
             "`fit` on tensors beside `fit` on executions that are there already", feeding, "%", 0.05
         ),
         Cost("accuracy and the bar beside neither", telling, "%", 0.03),
+        Cost("a `DataLoader` over a `TensorDataset` beside its tensors", rows, "%", 0.1),
+        Cost(
+            "a `DataLoader` over samples, two workers, beside tensors, in this process",
+            workers,
+            "%",
+            0.1,
+        ),
         Cost("texts in buckets beside all padded to the longest", padding, " x", 1 / 1.8),
     ]
 

@@ -1,4 +1,4 @@
-"""Which share of a fit of the MLP is waiting, feeding and telling, and of one of texts padding."""
+"""Which share of a fit of the MLP is waiting, reading and telling, and of one of texts padding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Generator, Iterator, List
 from unittest import mock
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.bench.running import serve
 from tests.bench.workloads import WORKLOADS, Workload
@@ -35,13 +38,13 @@ def _more(one: Callable[[], List[float]], other: Callable[[], List[float]]) -> f
 
 
 def _timed(
-    work: Workload, metrics: Any = None, jit: str = "auto", **how: Any
+    work: Workload, metrics: Any = None, jit: str = "auto", data: Any = None, **how: Any
 ) -> Callable[[], List[float]]:
     from tests.bench.fitted import compiled, seconds_of_epochs
 
     model = compiled(work.module(), metrics=metrics, jit=jit)
     given = {"batch_size": work.batch, "device_iterations": 32, **how}
-    rounds = seconds_of_epochs(model, *work.tensors(), **given)
+    rounds = seconds_of_epochs(model, *(data or work.tensors()), **given)
     return lambda: rounds(_EPOCHS)
 
 
@@ -136,6 +139,41 @@ def _check_bars(text: str) -> None:
         raise SystemExit(f"the bar shows neither loss nor accuracy within an epoch: {text!r}")
 
 
+class _Samples(Dataset[Any]):
+    """Tensors as somebody's own dataset has them: sample by sample."""
+
+    def __init__(self, *tensors: Any) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor[index] for tensor in self._tensors)
+
+
+def _loading(work: Workload, dataset: Callable[..., Any]) -> Callable[[], float]:
+    # Processor time of this process: other cores may be busy with other work, and two have to do
+    # for training and two workers.
+    given = {"batch_size": work.batch, "shuffle": True}
+    options: Dict[str, Any] = {"num_workers": 2, "persistent_workers": True, **given}
+    loader: Any = DataLoader(dataset(*work.tensors()), **options)
+    how: Dict[str, Any] = {"jit": "graph", "clock": time.process_time, "shuffle": True}
+    tensors = _timed(work, **how)
+    loaded = _timed(work, data=(loader, None), **{**how, "shuffle": None, "batch_size": None})
+
+    def share() -> float:
+        # Threads that wait for one another spend processor time.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return _more(loaded, tensors)
+        finally:
+            torch.set_num_threads(threads)
+
+    return share
+
+
 def _padding(work: Workload) -> Callable[[], float]:
     # The texts and the net of an example; a look takes as many texts as its updates have samples.
     example = runpy.run_path(str(_EXAMPLE))
@@ -165,6 +203,8 @@ SHARES: Dict[str, Callable[[Workload], Callable[[], float]]] = {
     "feeding": _feeding,
     "telling": _telling,
     "padding": _padding,
+    "rows": lambda work: _loading(work, TensorDataset),
+    "workers": lambda work: _loading(work, _Samples),
 }
 
 
