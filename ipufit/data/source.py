@@ -351,7 +351,11 @@ class DataAdapter:
                 rows = rows_in_memory(loader)
                 if rows is None:
                     _draw_as_for_new_workers(loader)
-                iterator = self._being_read = self._batches(loader, rows, horizon, portion)
+                if rows is None or portion is not None:
+                    iterator = self._batches(loader, rows, horizon, portion)
+                else:
+                    iterator = rows.picked(horizon, self.most)
+                self._being_read = iterator
                 if isinstance(iterator, GroupedBatches):
                     self._being_read = iterator.iterator
             while portion is not None or self.most is None or index < self.most:
@@ -405,9 +409,7 @@ class DataAdapter:
         portion: Optional[RankShard],
     ) -> Iterator[RawBatch]:
         """Start a pass over a loader, or over the batches that a shard names."""
-        if rows is not None:
-            if portion is None:
-                return rows.picked(horizon, self.most)
+        if rows is not None and portion is not None:
             return portion.rows(rows, self.most).picked(horizon)
         if self._worker is not None and loader.num_workers:
             return LoaderReader.of(loader, self._worker).start((), horizon)
