@@ -9,10 +9,9 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, 
 import torch
 from torch import Tensor, nn
 
-from ipufit.core import PipelineSchedule
 from ipufit.errors import PartitionError, brief_error
 from ipufit.planner.measure import CallTrace, Segment
-from ipufit.planner.pipeline_schedule import in_flight
+from ipufit.planner.pipeline_schedule import PipelineSchedule, in_flight
 
 __all__ = [
     "IPU_MEMORY",

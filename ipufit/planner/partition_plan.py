@@ -10,12 +10,12 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
-from ipufit.core import PipelineSchedule
 from ipufit.errors import ConfigurationError, PartitionError
 from ipufit.partition.request import PartitionRequest, count_of
 from ipufit.planner.costs import TILE_MEMORY, TILES, StageCost, by_ipu, memory_of, times_of
 from ipufit.planner.pipeline_schedule import (
     SCHEDULES,
+    PipelineSchedule,
     Timeline,
     in_flight,
     least_accumulation,

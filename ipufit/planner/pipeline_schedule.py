@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import List, Optional, Sequence, Tuple, get_args
 
-from ipufit.core import PipelineSchedule
+from ipufit.core import PipelineSchedule as PipelineSchedule
 
 __all__ = ["SCHEDULES", "Timeline", "in_flight", "least_accumulation", "simulate"]
 

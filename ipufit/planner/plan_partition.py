@@ -7,19 +7,18 @@ from typing import Callable, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ipufit.core import PipelineSchedule
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import GRAPH
 from ipufit.core.plan import Plan, round_up
-from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
-from ipufit.partition.partition import AFTER, STRATEGIES, Partition
+from ipufit.errors import ConfigurationError, PartitionError
+from ipufit.partition.partition import AFTER, Partition
 from ipufit.partition.recomputation import resolve_recompute
-from ipufit.partition.request import PartitionRequest
+from ipufit.partition.request import PartitionRequest, strategy_of
 from ipufit.partition.resolve import AUTO, resolve_partition
 from ipufit.planner.costs import IPU_MEMORY, StageCost
 from ipufit.planner.divided_module import DividedModule
 from ipufit.planner.partition_plan import PartitionPlan, Planned, fingerprint
-from ipufit.planner.pipeline_schedule import SCHEDULES
+from ipufit.planner.pipeline_schedule import SCHEDULES, PipelineSchedule
 from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
@@ -186,9 +185,7 @@ class _Wanted:
 
 def _wanted(divided: DividedModule, request: PartitionRequest, ipus: Optional[int]) -> _Wanted:
     compiled = divided.partitions.training
-    strategy = None if request.strategy is None else str(request.strategy)
-    if strategy is not None and strategy not in STRATEGIES:
-        raise UnknownNameError("strategy", strategy, STRATEGIES)
+    strategy = None if request.strategy is None else strategy_of(request)[0]
     if strategy is None and compiled is not None:
         strategy = compiled.strategy
     request = dataclasses.replace(request, strategy=strategy)

@@ -9,7 +9,6 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tu
 import torch
 from torch import nn
 
-from ipufit.core import PipelineSchedule
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import TrainConfig
 from ipufit.errors import PartitionError
@@ -26,7 +25,7 @@ from ipufit.planner.costs import (
     state_bytes,
 )
 from ipufit.planner.measure import CallTrace, measure
-from ipufit.planner.pipeline_schedule import SCHEDULES, in_flight
+from ipufit.planner.pipeline_schedule import SCHEDULES, PipelineSchedule, in_flight
 from ipufit.planner.rendering import size
 from ipufit.tracing.grad_step import ModuleWithLoss
 
