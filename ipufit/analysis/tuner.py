@@ -129,8 +129,8 @@ class LearningRates:
     """Result of a learning rate range test, by :meth:`ipufit.Model.find_lr`.
 
     Attributes:
-        learning_rates: of the first parameter group that learns, by update.
-        losses: of each update, before it.
+        learning_rates: of the first trained parameter group, for each update.
+        losses: of each update, before its weights change.
         smoothed: the losses, exponentially averaged without bias.
         diverged: whether the test ended because the loss had grown to four times its best, or was
             not finite.
@@ -285,7 +285,7 @@ def find_lr(
 
     Raises:
         ConfigurationError: arguments that can't work.
-        DataError: data that can't be read or fed, or that can be read only once.
+        DataError: data that can't be read or used, or that can be read only once.
     """
     session = trial.session
     require_single_process(session, "find_lr", _ALONE)
@@ -335,13 +335,13 @@ def _ratios(optimizer: torch.optim.Optimizer) -> List[float]:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSize:
-    """Result of a search for a batch size, by :meth:`ipufit.Model.find_batch_size`.
+    """Batch size that :meth:`ipufit.Model.find_batch_size` found.
 
     Attributes:
         batch_size: the largest micro-batch that ran.
-        gradient_accumulation: with it, an update has the wished number of samples.
-        tried: (batch_size, samples per second or None where memory ran out), in order. The rates
-            are those of one update and only a hint.
+        gradient_accumulation: with it, an update has the requested number of samples.
+        tried: (batch_size, samples per second), in order; the rate is None if memory ran out. Each
+            rate is measured in one update, so it is only a rough value.
     """
 
     batch_size: int
@@ -371,7 +371,7 @@ def find_batch_size(
 
     Raises:
         ConfigurationError: arguments that can't work, or not even the smallest one fits.
-        DataError: data that can't be read or fed.
+        DataError: data that can't be read or used.
     """
     session = trial.session
     require_single_process(session, "find_batch_size", _ALONE)

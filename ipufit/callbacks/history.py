@@ -129,30 +129,30 @@ def best_place(values: Sequence[float], direction: str) -> Optional[int]:
 class History(Callback):
     """The values of every epoch.
 
-    ``fit`` makes one and returns it, or uses the one among its callbacks. A notebook shows it as a
-    table. As a callback it stands after those of the user, so that it has what they add to
-    ``logs``. It keeps no reference to the model. See docs/history-and-summary.md.
+    ``fit`` creates one and returns it, or uses one that is among its callbacks. A notebook shows it
+    as a table. It runs after the user's callbacks, so it includes what they add to ``logs``. It
+    keeps no reference to the model. See docs/history-and-summary.md.
 
     Args:
-        params: how the run was made; ``fit`` fills it in.
+        params: settings of the run; ``fit`` fills it in.
 
     Attributes:
         history: one list per name ("loss", metrics, and the same with ``val_``), one value per
-            epoch. "loss" is the mean over all samples of the epoch. Values that an epoch has not
-            (validation that did not run) are absent from the list; :meth:`aligned` shows where.
+            epoch. "loss" is the mean over all samples of the epoch. If an epoch has no value,
+            because validation did not run, the list has no entry for it; :meth:`aligned` shows
+            where.
         epoch: indices of the finished epochs.
         updates: values that were logged per update: by name, pairs of the update's index since
             ``compile`` and the value.
-        params: how the run was made, by name: "epochs", "updates" and "samples" per epoch, "seed",
-            "engine", the plan, "dropped_samples", "metrics", "directions" (which way each value is
-            better), "updates_done" (weight updates that were made, also when it was stopped),
-            "capture_seconds" (spent on recording), "recordings" (shapes of batches that the program
-            was recorded for), "eager_shapes" (those beside them that can't be recorded), "jit" (how
-            the program ran), "prefetch", the limits that were set, and what ``compile`` was told
-            about gradients, precision and outputs. Of a run that went on, "resumed" says from which
-            "checkpoint", "update" and "epoch", and how the "data" came there; of one with other
-            settings, "resume_changes" says what has "changed" at which "update", and which names
-            were allowed but are "unchanged".
+        params: settings and facts of the run, by name: "epochs", "updates" and "samples" per epoch,
+            "seed", "engine", the plan, "dropped_samples", "metrics", "directions" (whether smaller
+            or larger is better), "updates_done" (weight updates, also of a run that was stopped),
+            "capture_seconds" (spent on recording), "recordings" (number of batch shapes that were
+            recorded), "eager_shapes" (number of shapes that can't be recorded), "jit" (how the
+            program ran), "prefetch", the limits that were set, and the arguments of ``compile``
+            about gradients, precision and outputs. After resuming, "resumed" has the "checkpoint",
+            "update" and "epoch", and how the "data" got there; "resume_changes" lists what
+            "changed" at which "update", and allowed names that are "unchanged".
     """
 
     adds: Tuple[str, ...] = ()
@@ -167,7 +167,7 @@ class History(Callback):
         self._places: Dict[str, List[int]] = {}
 
     def set_model(self, model: Any) -> None:
-        """Without the model, a history can be copied and stored."""
+        """Ignore the model, so that a history can be copied and stored."""
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Forget the values of an earlier fit."""
@@ -238,7 +238,7 @@ class History(Callback):
             name: of the value, such as "val_loss".
 
         Raises:
-            ConfigurationError: nothing has that name; with the names there are.
+            ConfigurationError: there is no such name; lists the existing ones.
         """
         self._check_name(name)
         count, places = len(self.history[name]), self._places.get(name, [])
@@ -254,25 +254,25 @@ class History(Callback):
             name: of the value, such as "val_loss".
 
         Raises:
-            ConfigurationError: nothing has that name; with the names there are.
+            ConfigurationError: there is no such name; lists the existing ones.
         """
         value_by_place = dict(zip(self.places(name), self.history[name]))
         return [value_by_place.get(place, math.nan) for place in range(len(self.epoch))]
 
     def best_epoch(self, monitor: str = "val_loss", mode: Direction = "auto") -> int:
-        """The epoch with the best value; the first of them if several are as good.
+        """Index of the epoch with the best value; the first one if several are equal.
 
         Args:
             monitor: name of the value.
-            mode: "min", "max", or "auto": as the loss or metric says, else by the name: losses and
-                errors are to be small, accuracies large.
+            mode: "min", "max", or "auto": by the loss or metric, or by the name: losses and errors
+                should be small, accuracies large.
 
         Returns:
-            Its index, an element of ``epoch``. A value of NaN is never the best.
+            An element of ``epoch``. NaN is never the best value.
 
         Raises:
-            ConfigurationError: nothing has that name, it has no value but NaN, or "auto" does not
-                know which way is better.
+            ConfigurationError: there is no such name, all values are NaN, or "auto" can't tell
+                which direction is better.
         """
         one_of("mode", mode, Direction, "Use 'min' where a smaller value is better.")
         self._check_name(monitor)
@@ -295,7 +295,7 @@ class History(Callback):
         """Write one line per epoch, with a header; a cell is empty where an epoch has no value.
 
         Args:
-            path: of the file; what it held is replaced. Values have all their digits.
+            path: of the file, which is overwritten. Values have all their digits.
         """
         columns = [self._cells(name) for name in self.history]
         with open(path, "w", newline="", encoding="utf-8") as file:
@@ -310,16 +310,16 @@ class History(Callback):
         return cells
 
     def to_json(self, path: Optional[Path] = None) -> str:
-        """Everything as JSON: values, ``updates`` and ``params``.
+        """Convert everything to JSON: values, ``updates`` and ``params``.
 
         Args:
-            path: where to write it too; None only returns it.
+            path: also write it to this file; None only returns it.
 
         Returns:
             The text, which :meth:`from_json` reads. NaN and infinities are strings in it.
 
         Raises:
-            ConfigurationError: ``params`` holds something that JSON can't.
+            ConfigurationError: ``params`` has a value that JSON can't represent.
         """
         content = {"format": _FORMAT, "params": self.params, **values_to_json(self)}
         try:
@@ -337,13 +337,13 @@ class History(Callback):
 
     @classmethod
     def from_json(cls, source: Path) -> History:
-        """A history that :meth:`to_json` wrote, the same in every value.
+        """Read a history that :meth:`to_json` wrote, with the same values.
 
         Args:
             source: path of the file, or the text itself, which begins with a brace.
 
         Raises:
-            ConfigurationError: it is no such file.
+            ConfigurationError: the file or text has another format.
         """
         history = cls()
         text = os.fspath(source)
@@ -406,19 +406,19 @@ class History(Callback):
         Args:
             path: where to save the picture (the suffix chooses the format); None only returns it,
                 which shows it in a notebook.
-            metrics: which values, by the names without ``val_``, in this order; None for all, those
-                logged per update included.
+            metrics: names of values without ``val_``, in this order; None for all, including those
+                logged per update.
             columns: panels in a row; None chooses.
-            mark_best: whether to mark the best epoch of every value of which it is known which way
-                is better: by the validation where there is one.
+            mark_best: whether to mark the best epoch, by validation if there is any, of every value
+                whose better direction is known.
 
         Returns:
             The matplotlib ``Figure``. Values over several orders of magnitude have a logarithmic
             axis, and epochs whose value is not finite a cross.
 
         Raises:
-            ConfigurationError: matplotlib is not installed, no epoch has finished, or nothing has
-                one of the names.
+            ConfigurationError: matplotlib is not installed, no epoch has finished, or a name does
+                not exist.
         """
         if not self.epoch:
             raise ConfigurationError(

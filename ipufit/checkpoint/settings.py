@@ -17,31 +17,31 @@ Path = Union[str, "os.PathLike[str]"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Checkpoint(SettingsRepr):
-    """Where and when ``fit`` writes down everything that it needs to go on exactly.
+    """Where and when ``fit`` saves everything that it needs to resume exactly.
 
-    A checkpoint is written at the end of every epoch, after its callbacks, and when SIGINT or
-    SIGTERM asks the process to end. Each is a folder of its own, complete or not there at all.
-    ``fit(checkpoint=...)`` takes it; it is frozen. See docs/checkpoints.md.
+    A checkpoint is written at the end of every epoch, after its callbacks, and after SIGINT or
+    SIGTERM. Each checkpoint is a folder, which is complete or absent. ``fit(checkpoint=...)`` takes
+    it; it is frozen. See docs/checkpoints.md.
 
     Args:
-        folder: holds the checkpoints of one run; made if it is missing. None writes nothing, where
-            ``resume`` names the checkpoint to go on from.
-        every_updates: write one after every so many weight updates as well, counted from the start
-            of ``fit``: executions are cut so that one ends there.
-        keep: how many are kept, the latest ones; the best one besides.
-        monitor: name of the value of an epoch that says which is the best; None keeps no best one.
+        folder: for the checkpoints of one run; created if it is missing. None, which needs a path
+            as ``resume``, writes no checkpoints.
+        every_updates: also write a checkpoint after every so many weight updates, counted from the
+            start of ``fit``; an execution ends there.
+        keep: how many of the latest checkpoints are kept, in addition to the best one.
+        monitor: name of the epoch's value that determines the best checkpoint; None keeps no best
+            one.
         mode: "min", "max", or "auto": as the metric says; an error if it does not.
-        resume: "auto" goes on from the latest checkpoint in the folder, at the very update, and
-            begins anew if there is none yet; a path from that checkpoint. Model, data and arguments
-            are those of the run that wrote it.
-        resume_changes: names of what may differ from that run all the same, such as {"lr"}: it is
-            then as the call of ``fit`` says, from the first update on. What has changed is noted in
-            ``History.params``.
-        max_restarts: so often training goes on by itself, from the last checkpoint, when a device
-            has failed that can be used again after "IPU_RESET".
+        resume: "auto" continues from the latest checkpoint in the folder, at the exact update, or
+            starts a new run if there is none; a path continues from that checkpoint. Model, data
+            and arguments must be those of the run that wrote it.
+        resume_changes: names of settings that may differ from that run, such as {"lr"}; the new
+            value is used from the first update on. ``History.params`` lists the changes.
+        max_restarts: how many times training restarts by itself from the last checkpoint, if a
+            device fails that can be used again after "IPU_RESET".
 
     Raises:
-        ConfigurationError: an argument can't work, or not beside the others; all of them.
+        ConfigurationError: arguments that can't work, alone or together; with every fault.
     """
 
     folder: Optional[Path] = None

@@ -104,14 +104,15 @@ def log(name: str, value: Any, reduce: LogReduction = "mean", *, on_update: bool
 
     It appears in :class:`ipufit.History`, in the progress bar and in the logs of callbacks, with
     ``val_`` before the name when validating. ``predict``, a call of the module outside of ipufit,
-    and the backward pass (a hook on a gradient, a second run of a checkpointed layer) leave it
-    aside. Logged twice in one ``forward``, the values are reduced like those of micro-batches. See
-    docs/logging-values.md.
+    and the backward pass (a hook on a gradient, a second run of a checkpointed layer) ignore it. If
+    a name is logged twice in one ``forward``, the values are reduced like those of micro-batches.
+    See docs/logging-values.md.
 
     Args:
-        name: key in History. Not one that ipufit logs itself, such as "loss", nor that of a metric.
+        name: key in History; it must not be a name that ipufit logs itself, such as "loss", or the
+            name of a metric.
         value: a real tensor of one element, shape (), or a number. No gradient flows through it. A
-            number is what it was when the program was recorded.
+            number keeps the value that it had when the program was recorded.
         reduce: over all micro-batches, replicas and updates of an epoch: "mean", in which every
             sample counts the same, "sum", "max", "min" or "last".
         on_update: keep the value of every update too, in ``History.updates``.

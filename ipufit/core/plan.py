@@ -239,7 +239,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Plan:
-    """Work of one call of the program, and what that makes of an epoch.
+    """Amount of work in one call of the program, and in an epoch.
 
     Build it with :meth:`make`, which checks the arguments; the constructor checks nothing. It is
     frozen. In inference an "update" is one device iteration: one micro-batch on every replica. See

@@ -118,15 +118,15 @@ class Reduction:
     ``compile(reduction=...)`` takes it; it is frozen. See docs/optimizers-losses-metrics.md.
 
     Attributes:
-        normalize: what the micro-batches of an update are weighted with: "samples", "tokens" (the
+        normalize: how much the micro-batches of an update count: by "samples", by "tokens" (the
             elements that count in the loss), or "micro_batches" (all the same).
-        sample_weights: what a loss with sample weights is divided by: the number of elements
+        sample_weights: divisor of a loss with sample weights: the number of elements
             ("sum_over_batch_size"), or the sum of their weights ("mean_with_sample_weight").
         gradients: over the micro-batches of an update: "mean" over the samples, or "sum" of the
-            micro-batches' means. None is that of PopTorch's options, else "mean".
+            micro-batches' means. None is the setting of PopTorch's options, or "mean".
 
     Raises:
-        ConfigurationError: a value that there is not, or two that can't go together.
+        ConfigurationError: an invalid value, or two that can't be combined.
     """
 
     normalize: Normalize = "samples"
@@ -157,19 +157,19 @@ _REDUCTIONS: Dict[str, object] = {
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """A bound on the gradient of an update, applied once, after its reduction.
+    """Limit for the gradient of an update, applied once, after its reduction.
 
     ``compile(clip=...)`` takes it, with at most one of the three bounds; it is frozen. See
     docs/precision-and-gradients.md.
 
     Attributes:
-        norm: of the gradient of each parameter, the largest Euclidean norm, as
-            ``torch.nn.utils.clip_grad_norm_`` bounds it.
-        global_norm: the largest Euclidean norm of all gradients together.
-        value: the largest magnitude of an element.
+        norm: largest Euclidean norm of the gradient of each parameter, as in
+            ``torch.nn.utils.clip_grad_norm_``.
+        global_norm: largest Euclidean norm of all gradients together.
+        value: largest magnitude of an element.
 
     Raises:
-        ConfigurationError: a bound is no positive number, or there are several.
+        ConfigurationError: a limit is not a positive number, or there are several.
     """
 
     norm: Optional[float] = None
@@ -205,15 +205,15 @@ GroupClips = Tuple[Tuple[Tuple[int, ...], Clip], ...]
 
 @dataclasses.dataclass(frozen=True)
 class EMA:
-    """An exponential moving average of the trained weights, moved on after every update.
+    """Exponential moving average of the trained weights, updated after every weight update.
 
-    ``compile(ema=...)`` takes it; it is frozen. ``fit`` makes the averages the weights at its end,
+    ``compile(ema=...)`` takes it; it is frozen. When ``fit`` ends, the averages become the weights,
     as in Keras. See docs/precision-and-gradients.md.
 
     Attributes:
         momentum: share of the old average in the new one.
-        overwrite_frequency: make the averages the weights after every so many updates too; None
-            for never before the end of ``fit``.
+        overwrite_frequency: the averages also replace the weights after every so many updates; None
+            for only at the end of ``fit``.
 
     Raises:
         ConfigurationError: a value that can't work.
@@ -235,14 +235,14 @@ class EMA:
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Factor of the loss in the backward pass, by which gradients are divided afterwards.
+    """Factor for the loss in the backward pass; gradients are divided by it afterwards.
 
     :class:`ipufit.Precision` takes it; it is frozen. See docs/precision-and-gradients.md.
 
     Attributes:
-        initial: the factor, at first.
-        growth_interval: the factor doubles after so many updates without a non-finite gradient, and
-            is halved by each with one; None for a factor that never changes.
+        initial: the factor at the start.
+        growth_interval: the factor doubles after so many updates with finite gradients, and is
+            halved by each update whose gradient is not finite; None for a constant factor.
 
     Raises:
         ConfigurationError: a value that can't work.
@@ -290,25 +290,25 @@ _PURE = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which floating-point types the module computes, and how small gradients survive there.
+    """Floating-point types in which the module computes, and the loss scale.
 
-    ``compile(precision=...)`` takes it, of which the name is the short form; it is frozen. See
+    ``compile(precision=...)`` takes it, or only the name; it is frozen. See
     docs/precision-and-gradients.md.
 
     Attributes:
         name: "mixed_float16" or "mixed_bfloat16" ("16-mixed", "bf16-mixed"): autocast around
-            forward and loss, weights as they are. "float16", "bfloat16", "float32", "float64"
-            ("16-true", ...): a module of that dtype, to which floating-point inputs and targets are
-            brought. None leaves all as it is.
+            forward and loss, while weights keep their dtype. "float16", "bfloat16", "float32",
+            "float64" ("16-true", ...): a module of that dtype; floating-point inputs and targets
+            are converted to it. None changes nothing.
         loss_scale: a number, "dynamic" or a :class:`ipufit.LossScale`: the loss is multiplied with
             it before the backward pass and the gradient divided by it; an update whose gradient is
-            not finite is skipped and counted. None is "dynamic" under "mixed_float16", else no
+            not finite is skipped and counted. None is "dynamic" for "mixed_float16", otherwise no
             scaling.
         accumulation_dtype: dtype in which gradients are added up over the micro-batches of an
             update, or its name; None is that of each parameter.
 
     Raises:
-        ConfigurationError: a value that there is not; all of them.
+        ConfigurationError: invalid values; with every fault.
     """
 
     name: Optional[PrecisionName] = None
@@ -341,20 +341,20 @@ class Precision:
 
     @property
     def autocast(self) -> Optional[torch.dtype]:
-        """The type that ``torch.autocast`` chooses where it is safe, or None; weights stay."""
+        """The dtype of ``torch.autocast``, or None; weights keep their dtype."""
         return None if self.name is None else _AUTOCAST.get(self.name)
 
     @property
     def inputs(self) -> Optional[torch.dtype]:
-        """The type to which floating-point inputs and targets are brought, or None."""
+        """The dtype to which floating-point inputs and targets are converted, or None."""
         return None if self.name is None else _PURE.get(self.name)
 
     @property
     def scale(self) -> Optional[LossScale]:
         """The loss scale; None for none.
 
-        float16 gradients underflow without one, so mixed float16 scales dynamically unless told
-        otherwise, as Keras does.
+        Gradients in float16 underflow without a scale, so mixed float16 has a dynamic scale by
+        default, as in Keras.
         """
         if self.loss_scale is None:
             return LossScale() if self.autocast is torch.float16 else None
@@ -367,18 +367,18 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Which of a training execution's outputs come back to the host, and so what metrics see.
+    """Which outputs of a training execution are copied to the host, for metrics and callbacks.
 
-    ``compile(outputs=...)`` takes it, of which a mode is the short form; it is frozen. See
-    docs/logging-values.md.
+    ``compile(outputs=...)`` takes it, or only the mode; it is frozen. See docs/logging-values.md.
 
     Attributes:
-        mode: "all"; "final", of the last micro-batch on every replica; "every_n" device iterations;
-            "sum" over the micro-batches of each replica, for callbacks.
-        every: of "every_n", the number of device iterations between those that come back.
+        mode: "all"; "final": those of the last micro-batch on every replica; "every_n": those of
+            every n-th device iteration; "sum": the sum over the micro-batches of each replica, for
+            callbacks.
+        every: n of "every_n".
 
     Raises:
-        ConfigurationError: an unknown mode, or a number where it means nothing.
+        ConfigurationError: an unknown mode, or a number that the mode does not use.
     """
 
     mode: OutputMode = "all"
@@ -407,27 +407,29 @@ class Memory:
     ``compile(memory=...)`` takes it; it is frozen. See docs/memory.md.
 
     Attributes:
-        serialize: embeddings and linear layers to cut into parts, as for
+        serialize: embeddings and linear layers to compute in parts, as for
             :func:`ipufit.partition.serialize`, which ``compile`` calls on the module; they stay
-            cut. Beside a ``config`` they say which layers its numbers mean.
-        inference_serialize: the same for validation, ``evaluate`` and ``predict``, where what is
-            not named is whole; None is as in training.
-        recompute: layers whose values are not kept for the backward pass but computed again in it:
-            names, also patterns such as "encoder.layers.*"; or True for every repeated layer. None
-            is what ``config`` says, else none; beside one that recomputes, names say which layers.
-        offload_optimizer: keep the optimizer's state in host memory, and on the device during an
-            update alone: slower updates. Of no effect where the module is on the CPU. None is what
-            ``config`` or PopTorch's options say, else False.
-        shard: of several processes, keep in each a part of the "optimizer"'s state (see
-            :meth:`ipufit.Model.gather_optimizer`; on IPUs, the same over replicas), or of the
-            "weights", gradients and optimizer's state: weights are whole, piece by piece, while
-            they are at work, a model larger than one device, more to send. During ``fit`` the
-            module's own parameters are then copies in host memory, which are up to date at the end
-            of an epoch and after :meth:`ipufit.Model.gather_weights`. "none" divides nothing; in
-            one process the others have no effect either. None is what ``config`` says, else "none".
+            divided. Together with ``config``, they name the layers that its numbers apply to.
+        inference_serialize: the same for validation, ``evaluate`` and ``predict``, in which layers
+            that are not named are whole; None is as in training.
+        recompute: layers whose values are computed again in the backward pass instead of being
+            kept: names, also patterns such as "encoder.layers.*"; or True for every repeated layer.
+            None is the setting of ``config``, or no layers; if ``config`` recomputes, names choose
+            the layers.
+        offload_optimizer: keep the optimizer's state in host memory, and on the device only during
+            the update, which is slower. It has no effect if the module is on the CPU. None is the
+            setting of ``config`` or PopTorch's options, or False.
+        shard: divide memory over several processes. "optimizer" divides the optimizer's state (see
+            :meth:`ipufit.Model.gather_optimizer`; on IPUs, over replicas). "weights" divides
+            weights, gradients and the optimizer's state, for a model larger than one device: a
+            piece of the weights is whole only while it is used, and more data is sent. During
+            ``fit``, the module's own parameters are then copies in host memory, which are updated
+            at the end of an epoch and by :meth:`ipufit.Model.gather_weights`. "none" divides
+            nothing, and in one process the others have no effect. None is the setting of
+            ``config``, or "none".
 
     Raises:
-        ConfigurationError: a value that there is not; all of them.
+        ConfigurationError: invalid values; with every fault.
     """
 
     serialize: Optional[Mapping[str, Any]] = None
@@ -446,7 +448,7 @@ class Memory:
 
     @property
     def shard_optimizer(self) -> Optional[bool]:
-        """True if the optimizer's state alone is divided; None where that is not said."""
+        """True if only the optimizer's state is divided; None if ``shard`` is None."""
         return {"none": False, "optimizer": True}.get(self.shard or "")
 
 

@@ -103,11 +103,11 @@ def save_weights(module: nn.Module, path: Path, about: Optional[Mapping[str, str
 
     Args:
         module: its parameters, persistent buffers and extra state of tensors are written.
-        path: ends with ".safetensors"; its folder exists.
+        path: ends with ".safetensors"; its folder must exist.
         about: what the file's metadata say besides.
 
     Raises:
-        ConfigurationError: the path can't be written, or the state is not all tensors.
+        ConfigurationError: the path can't be written, or the state has values that are not tensors.
     """
     target = check_path(path)
     tensors = {}
@@ -168,11 +168,11 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
     Args:
         module: has tensors of the same names and shapes.
         path: of a safetensors file, or of one that ``torch.save(module.state_dict(), path)`` wrote.
-        strict: every name and every dtype must agree; a floating-point dtype may become a wider
-            one. False leaves out what only one side has, and converts dtypes.
+        strict: all names and dtypes must agree; a floating-point dtype may become a wider one.
+            False ignores names that only one side has, and converts dtypes.
 
     Raises:
-        ConfigurationError: the file can't be read, or does not fit; with all differences.
+        ConfigurationError: the file can't be read, or does not fit; lists all differences.
     """
     if not isinstance(strict, bool):
         raise ConfigurationError(f"strict must be True or False, got {strict!r}.")

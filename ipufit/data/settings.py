@@ -14,24 +14,24 @@ __all__ = ["Loading", "Validation", "resolve_loading", "resolve_validation", "va
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Loading(SettingsRepr):
-    """How much of its data ``fit`` reads, and how far ahead; the words are Lightning's.
+    """How much of the data ``fit`` reads, and how far ahead; the names are Lightning's.
 
     ``fit(loading=...)`` takes it; it is frozen. See docs/data.md.
 
     Args:
-        limit_train_batches: batches of an epoch to read at most, or a fraction of them as a float;
-            every epoch starts anew.
+        limit_train_batches: largest number of batches in an epoch, or a fraction of them as a
+            float; every epoch starts at the beginning of the data.
         limit_val_batches: the same for validation; 0 for no validation.
-        overfit_batches: train on the first batches alone (a count, or a fraction as a float), the
-            same in every epoch and unshuffled, kept in memory; validate on them too if there is a
-            validation.
-        fast_dev_run: try everything: so many executions (True for one) of training and of
-            validation, one epoch, without callbacks that write files.
-        prefetch: executions that a thread prepares ahead; 0 for none. None is 1 where no code of
-            yours reads the data in this process (a DataLoader with workers, arrays mapped into
-            memory, and, where a device computes, tensors, arrays and a DataLoader over a
-            TensorDataset), else 0. What a callback changes in the data is seen by so many
-            executions later.
+        overfit_batches: train only on the first batches (a count, or a fraction as a float), the
+            same in every epoch and unshuffled, kept in memory; validation, if there is any, uses
+            them too.
+        fast_dev_run: a short trial of everything: one epoch with so many executions (True for one)
+            of training and of validation, without callbacks that write files.
+        prefetch: executions that a thread prepares ahead; 0 for none. None is 1 if none of your
+            code reads the data in this process (a DataLoader with workers, memory-mapped arrays,
+            and, unless the model is on the CPU, tensors, arrays and a DataLoader over a
+            TensorDataset), otherwise 0. Changes that a callback makes to the data take effect so
+            many executions later.
 
     Raises:
         ConfigurationError: an argument can't work, or not beside another one; all of them.
@@ -71,23 +71,24 @@ class Loading(SettingsRepr):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Validation(SettingsRepr):
-    """Data that ``fit`` evaluates after its epochs, and how; the data alone is the short form.
+    """Data that ``fit`` evaluates after its epochs, with settings.
 
     ``fit(validation_data=...)`` takes it; it is frozen. See docs/data.md.
 
     Args:
         data: ``(x, y)`` or ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or
-            any other form of ``x`` of ``fit``. None goes with ``validation_split``.
-        steps: device iterations of a validation; each one starts anew. None is all of the data.
-        batch_size: of data without batches of its own; None is that of ``fit``.
+            any other form of ``x`` of ``fit``. None is for use with ``validation_split``.
+        steps: device iterations of a validation, each of which starts at the beginning of the data.
+            None is all of the data.
+        batch_size: for data that has no batches; None is that of ``fit``.
         freq: validate every so many epochs, or after the epochs of this collection, counted from 1.
-        ipus: total number of IPUs for validation; None is that of ``compile(config=...)``, else
+        ipus: total number of IPUs for validation; None is the number of ``compile(config=...)``, or
             that of ``fit``.
-        device_iterations: forward passes per execution of the validation; None is that of the
-            config, else that of ``fit``.
+        device_iterations: forward passes per execution of the validation; None is the number of the
+            config, or that of ``fit``.
 
     Raises:
-        ConfigurationError: an argument can't work; all of them.
+        ConfigurationError: arguments that can't work; with every fault.
     """
 
     data: object = None

@@ -273,12 +273,12 @@ def layout_of(plan: Plan, sizes: Sequence[int]) -> List[List[int]]:
 
 
 class Sharded:
-    """Data of which every process has a part of its own already.
+    """Data that is already divided over the processes.
 
-    ipufit gives each process its part of tensors, datasets and DataLoaders by itself. Of an
-    iterable of your own it can't know whether it yields the same samples in every process: cut it
-    by ``torch.distributed.get_rank()`` or the like, and say so with this. With one process it is
-    what it holds. See docs/distributed.md.
+    ipufit divides tensors, datasets and DataLoaders over the processes by itself. It can't know
+    whether your own iterable yields the same samples in every process: divide it yourself, for
+    example by ``torch.distributed.get_rank()``, and wrap it in this class. With one process, it has
+    no effect. See docs/distributed.md.
 
     Args:
         loader: an iterable of batches, an IterableDataset, or a DataLoader; it yields samples that

@@ -67,8 +67,7 @@ class LightningModel(StepsModel):
         by_trainer: whether a Trainer calls the hooks between executions.
 
     Attributes:
-        lightning: the LightningModule; ``module`` is another face of it, whose forward is its
-            steps.
+        lightning: the LightningModule; ``module`` wraps it, and has its steps as forward.
 
     Raises:
         ConfigurationError: it does what a recorded program can't; all of it.

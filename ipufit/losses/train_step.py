@@ -29,26 +29,26 @@ _OUTPUTS = "outputs"
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """A step of one's own for ``compile(loss=...)``: what an update computes, and what that moves.
+    """Your own training step for ``compile(loss=...)``: losses, and the parameters of each.
 
-    A list of several is made one after another in every update, each with the weights that the one
-    before has left. Each sees all micro-batches of the update, on all replicas, before its
-    parameters move. docs/own-steps.md shows some: GANs, an actor and a critic, SAM.
+    Several steps in a list run one after another in every update, each with the weights that the
+    previous one has produced. Each processes all micro-batches of the update, on all replicas,
+    before its parameters change. docs/own-steps.md has examples: GANs, actor and critic, SAM.
 
     Args:
         function: called with the module and a batch as the loader yields it. Returns the loss, a
             tensor of one element that is a mean over the batch, or a dict: losses by the names in
-            ``moves``, other tensors of one element, which are logged, and under "outputs" what
-            metrics compare with the batch's second part, or with what ``targets`` of ``compile``
-            names in a dict.
-        moves: names of the parameters that the loss moves, as in ``module.named_parameters()``: a
-            name, that of a part for all that is below it, or a pattern such as "encoder.*.weight";
-            one, or a list. None moves all that the optimizer has. For several losses a dict by
-            their names; they take turns in its order, each computed anew.
-        every: make the step in one update of so many, the last of each.
-        repeat: make it so often in an update, with other random numbers each time.
-        at_once: compute several losses with the same weights, and move what each of them moves
-            afterwards.
+            ``moves``; other tensors of one element, which are logged; and "outputs", which metrics
+            compare with the batch's second part, or with the field that ``targets`` of ``compile``
+            names.
+        moves: parameters that the loss trains: a name as in ``module.named_parameters()``, the name
+            of a submodule, a pattern such as "encoder.*.weight", or a list of these. None trains
+            all parameters of the optimizer. For several losses, a dict by their names; they take
+            turns in its order, and the function runs again for each.
+        every: run the step only in every so many updates, in the last of them.
+        repeat: run the step so many times in an update, with different random numbers.
+        at_once: compute several losses once, with the same weights, and update the parameters of
+            each afterwards.
 
     Raises:
         ConfigurationError: an argument that can't work.
@@ -96,7 +96,7 @@ class TrainStep:
 
     @property
     def by_loss(self) -> Mapping[Optional[str], _Patterns]:
-        """Patterns of what each loss moves, by its name; None for the name of the only one."""
+        """Patterns of the parameters of each loss, by its name; None names a single loss."""
         by_loss: Dict[Optional[str], _Patterns] = {}
         if isinstance(self.moves, Mapping):
             by_loss.update(self.moves.items())

@@ -25,40 +25,41 @@ __all__ = [
 class Parallel:
     """How a module is divided over the IPUs of a replica.
 
-    ``compile(parallel=...)`` takes it, of which a plan of :meth:`ipufit.Model.plan` is the short
-    form; it is frozen. See docs/stages.md.
+    ``compile(parallel=...)`` takes it, or a plan of :meth:`ipufit.Model.plan`; it is frozen. See
+    docs/stages.md.
 
     Attributes:
-        stages: modules that begin a stage, by name, with its number from 0: a stage goes on until
-            another begins, and has an IPU of its own; "after x" begins one when module x has
-            returned. A pair (number, IPU) begins one on an IPU that has an earlier stage, for a
-            weight that is there. It changes no number, only where on IPUs things are. "auto" finds,
-            when the first micro-batch is known, stages for ipus_per_replica IPUs of which the
-            slowest is as fast as it can be and which fit memory, by the estimate of
-            :meth:`ipufit.Model.plan`. A plan stands for its stages and its strategy; ``fit`` then
-            refuses micro-batches with which they need more memory than it was made for.
+        stages: dict from names of modules that begin a stage to its number, from 0. A stage lasts
+            until the next one begins, and has its own IPU; "after x" begins a stage when module x
+            has returned. A pair (number, IPU) begins a stage on the IPU of an earlier stage, for a
+            weight that is there. Stages change no numbers, only the place of computations. "auto"
+            finds stages for ipus_per_replica IPUs when the first micro-batch is known: the slowest
+            is as fast as possible, and all fit in memory, by the estimate of
+            :meth:`ipufit.Model.plan`. A plan sets its stages and strategy; ``fit`` then refuses
+            micro-batches that need more memory than the plan allows.
         layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1 for
-            an even share of the rest, what does not divide on the last such IPU. What comes before
-            the layers is on the first IPU, what comes after on the last; 0 for an IPU that has that
-            alone, or parts of a serialised layer. What shares a weight with a module on another
-            IPU, as the last layer of a language model does with its embedding, goes back there in a
-            further stage.
-        layers: names of the ModuleLists or Sequentials whose layers count; None finds the longest
-            of alike blocks, those with blocks of the same class, and a decoder beside an encoder.
-        strategy: "pipelined", "sharded", "serial_phased", "parallel_phased" (stages are phases
-            there), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with
-            blocks of its own. None is "pipelined".
-        ipus_per_replica: how many IPUs a replica has where layers are split over several. For a
-            module with blocks of its own (``poptorch.BeginBlock``, ``Block``, ``BlockFunction``) it
-            follows from them. With stages="auto", how many stages to make.
-        auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the rest
-            idle. None is what ``config`` or PopTorch's options have, else no.
-        inference: stages or layers_per_ipu, and strategy, of validation, ``evaluate`` and
-            ``predict``; None is as training, where a pipeline that the device iterations don't fill
-            runs sharded.
+            an even share of the rest, with the remainder on the last such IPU. Modules before the
+            layers are on the first IPU, modules after them on the last; 0 for an IPU with only such
+            modules, or with parts of a serialised layer. A module that shares a weight with a
+            module on another IPU, like the last layer of a language model with its embedding, runs
+            there in an additional stage.
+        layers: names of the ModuleLists or Sequentials whose layers are counted; None finds the
+            longest list of equal blocks, other lists with blocks of the same class, and a decoder
+            next to an encoder.
+        strategy: "pipelined", "sharded", "serial_phased", "parallel_phased" (with phases as
+            stages), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with its
+            own blocks. None is "pipelined".
+        ipus_per_replica: number of IPUs of a replica if layers are split over several. For a module
+            with its own blocks (``poptorch.BeginBlock``, ``Block``, ``BlockFunction``) it follows
+            from them. With stages="auto", the number of stages.
+        auto_round_ipus: if ``ipus`` is not a power of two, reserve the next one and leave the rest
+            idle. None is the setting of ``config`` or PopTorch's options, or False.
+        inference: stages or layers_per_ipu, and strategy, for validation, ``evaluate`` and
+            ``predict``; None is as in training, except that a pipeline that the device iterations
+            don't fill runs sharded.
 
     Raises:
-        ConfigurationError: a value that can't work without a look at the module; all of them.
+        ConfigurationError: values that can't work with any module; with every fault.
     """
 
     stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, object, None] = None

@@ -111,7 +111,7 @@ class StageCost:
 
 
 def memory_of(costs: Sequence[StageCost], schedule: PipelineSchedule, recompute: bool) -> List[int]:
-    """Bytes that each stage takes."""
+    """Bytes that each stage needs."""
     return [c.memory(stage, len(costs), schedule, recompute) for stage, c in enumerate(costs)]
 
 

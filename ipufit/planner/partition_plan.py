@@ -114,22 +114,22 @@ class PartitionPlan(TextReport):
 
     @property
     def stage_memory(self) -> List[int]:
-        """Bytes that each stage takes."""
+        """Bytes that each stage needs."""
         return memory_of(self.costs, self.planned.schedule, self.planned.recompute)
 
     @property
     def memory(self) -> List[int]:
-        """Bytes on each IPU of a replica, which is each stage's where no two share one."""
+        """Bytes on each IPU of a replica; the same as for the stages, unless two share an IPU."""
         return by_ipu(self.stage_memory, self.planned.places)
 
     @property
     def fits(self) -> bool:
-        """True if the memory of every IPU is enough."""
+        """True if every IPU has enough memory."""
         return max(self.memory) <= self.planned.memory
 
     @property
     def time_shares(self) -> List[float]:
-        """Time of each stage as a part of that of all, about; they add up to 1."""
+        """Estimated time of each stage as a share of the total; they add up to 1."""
         forward, backward = times_of(self.costs, self.planned.schedule, self.planned.recompute)
         whole = sum(forward) + sum(backward)
         return [(f + b) / whole if whole else 0.0 for f, b in zip(forward, backward)]
@@ -145,11 +145,11 @@ class PartitionPlan(TextReport):
         one, or for a slower stage.
 
         Args:
-            gradient_accumulation: micro-batches of an update; None is the plan's.
-            schedule: "grouped", "interleaved" or "sequential"; None is the plan's.
+            gradient_accumulation: micro-batches of an update; None is the number of the plan.
+            schedule: "grouped", "interleaved" or "sequential"; None is that of the plan.
 
         Raises:
-            ConfigurationError: an unknown schedule, or no positive number.
+            ConfigurationError: an unknown schedule, or a number that is not positive.
         """
         return self.timeline(gradient_accumulation, schedule).utilisation
 
@@ -158,15 +158,15 @@ class PartitionPlan(TextReport):
     ) -> int:
         """The smallest ``gradient_accumulation`` that reaches a utilisation.
 
-        It fills the pipeline too, as PopTorch demands.
+        It also fills the pipeline, as PopTorch requires.
 
         Args:
             utilisation: above 0, at most 1.
             schedule: as for :meth:`utilisation`.
 
         Raises:
-            ConfigurationError: no number reaches it, since stages of other times wait for the
-                slowest; with the utilisation that is never exceeded.
+            ConfigurationError: no number reaches it, because stages wait for the slowest one; names
+                the limit.
         """
         schedule = self._schedule(schedule)
         is_number = isinstance(utilisation, (int, float)) and not isinstance(utilisation, bool)
@@ -194,7 +194,7 @@ class PartitionPlan(TextReport):
         gradient_accumulation: Optional[int] = None,
         schedule: Optional[PipelineSchedule] = None,
     ) -> Timeline:
-        """When every stage works on which micro-batch, in one update.
+        """Compute when each stage works on which micro-batch, in one update.
 
         Args:
             gradient_accumulation: as for :meth:`utilisation`.

@@ -57,7 +57,7 @@ def distributed(
     address: Optional[str] = None,
     timeout: float = TIMEOUT,
 ) -> Processes:
-    """Say by hand which process of a run this is; a launcher's environment says it otherwise.
+    """Set by hand which process of a run this is, instead of by a launcher's environment.
 
     See docs/distributed.md. Call it before the first ``fit``, ``evaluate`` or ``predict``, in every
     process::
@@ -71,11 +71,10 @@ def distributed(
             what that says.
         address: "host:port" of process 0, which must be free there; None is MASTER_ADDR and
             MASTER_PORT.
-        timeout: seconds that one process waits for another before it gives up.
+        timeout: seconds that a process waits for another one before it raises an error.
 
     Returns:
-        What was decided, an object with ``process_id``, ``num_processes``, ``local_id``,
-        ``launcher``, ``timeout`` and ``describe()``.
+        The process group, a :class:`ipufit.processes.group.Processes`.
 
     Raises:
         ConfigurationError: an argument that cannot work, or the processes are connected already.

@@ -18,25 +18,25 @@ Path = Union[str, "os.PathLike[str]"]
 
 
 class Report(Callback):
-    """Writes down what a ``fit`` does and where its time and memory go: one of its callbacks.
+    """Callback that records what a ``fit`` does, and where its time and memory go.
 
-    The folder gets ``report.html``, a page that needs nothing else, what it was made of
-    (``run.json``, ``executions.f64``), and ``trace.json`` for trace viewers such as Perfetto. On
-    IPUs PopVision's own report goes there too. See docs/report.md.
+    It writes ``report.html``, a self-contained page, its data (``run.json``, ``executions.f64``),
+    and ``trace.json`` for trace viewers such as Perfetto. On IPUs, PopVision's own report is
+    written there too. See docs/report.md.
 
     Args:
-        folder: of one run; made if it is missing.
-        overwrite: whether the report of another run that is there may go.
-        operators: time the operators of one micro-batch, once, after the first epoch.
+        folder: for one run; created if it is missing.
+        overwrite: whether the report of another run in the folder may be overwritten.
+        operators: whether to time the operators of one micro-batch, once, after the first epoch.
         profiler: a ``torch.profiler.profile`` that is not running: ``fit`` starts it, calls its
-            ``step()`` after every execution, stops it, and writes its trace beside the page, as
-            ``torch_trace.json``, unless it has a handler of its own.
+            ``step()`` after every execution, stops it, and writes its trace next to the page, as
+            ``torch_trace.json``, unless it has its own handler.
 
     Attributes:
         folder: of the run.
-        overwrite: whether another run's report may go.
+        overwrite: whether another run's report may be overwritten.
         operators: whether operators are timed.
-        profiler: torch's, or None.
+        profiler: torch's profiler, or None.
 
     Raises:
         ConfigurationError: an argument can't work.
@@ -68,7 +68,7 @@ class Report(Callback):
 
     @property
     def popvision(self) -> str:
-        """The folder of PopVision's profile, of an engine that has one."""
+        """Folder of PopVision's profile, if the engine has one."""
         return os.path.abspath(os.path.join(self.folder, POPVISION))
 
     def __repr__(self) -> str:

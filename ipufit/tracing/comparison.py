@@ -176,7 +176,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(TextReport):
-    """A micro-batch of training through the recorded program and through its reference.
+    """Comparison of the recorded program with its reference on one training micro-batch.
 
     Attributes:
         reference: "eager" or "float64".

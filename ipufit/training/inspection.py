@@ -60,11 +60,11 @@ class InspectionMixin:
         gradient_accumulation: Optional[int] = None,
         loading: Optional[Loading] = None,
     ) -> None:
-        """Print what ``fit`` would do with these arguments, in plain words; nothing is run.
+        """Print what ``fit`` would do with these arguments, without running anything.
 
         Args:
             x: as for ``fit``; None explains the last ``fit``.
-            y: as for ``fit``, and checked like there; the plan is the same without.
+            y: as for ``fit``, and checked in the same way; it does not change the plan.
             batch_size: as for ``fit``.
             steps_per_epoch: as for ``fit``.
             ipus: as for ``fit``.
@@ -74,9 +74,9 @@ class InspectionMixin:
 
         Raises:
             NotCompiledError: before ``compile``.
-            ConfigurationError: neither a loader nor an earlier ``fit``; or, as for ``fit``,
-                arguments that can't work; all of them.
-            PlanError: the batch algebra does not fit; with all faults.
+            ConfigurationError: neither data nor an earlier ``fit``; or, as for ``fit``, arguments
+                that can't work; with every fault.
+            PlanError: the numbers of the plan are not possible; with every fault.
             DataError: data that can't be read.
         """
         faults = ErrorCollector(of_call=True)
@@ -115,24 +115,24 @@ class InspectionMixin:
     ) -> None:
         """Print the layers with output shapes and parameters, the totals, and the plan.
 
-        Works before ``compile`` too; after ``fit``, the plan and how it ran are part of it. See
+        It works before ``compile`` too; after ``fit``, it includes the plan and how it ran. See
         docs/history-and-summary.md.
 
         Args:
             x: a batch of inputs as ``predict`` takes it, a tuple ``(inputs, target)``, or a loader,
                 whose first batch is read. Only its shapes and dtypes matter: no value is computed,
                 no buffer changes and no random number is drawn. None takes those of the last
-                ``fit``; without one, output shapes are unknown.
-            line_length: longest line, at least 60; wider cells are broken into lines. None has no
-                limit.
-            depth: levels of layers to show; parameters of deeper ones count in the last level
+                ``fit``; without a ``fit``, output shapes are unknown.
+            line_length: length of the longest line, at least 60; wider cells are broken into lines.
+                None sets no limit.
+            depth: levels of layers to show; parameters of deeper layers count in the last level
                 shown. None shows all.
             expand_nested: False shows one level, like ``depth=1``.
             print_fn: called once with the whole text, as in Keras; None prints it.
 
         Raises:
-            ConfigurationError: an option that can't be honoured.
-            DataError: the batch can't be fed.
+            ConfigurationError: an option that can't work.
+            DataError: the batch can't be used.
         """
         check_options(line_length, depth, expand_nested, print_fn)
         session = self._session
@@ -170,37 +170,38 @@ class InspectionMixin:
         recompute: Union[bool, str, Sequence[str], None] = None,
         ipu_memory: Optional[int] = None,
     ) -> PartitionPlan:
-        """Estimate what training takes on IPUs: memory, FLOPs and time of every stage.
+        """Estimate training on IPUs: memory, FLOPs and time of every stage.
 
         One micro-batch goes through module, loss and backward pass as tensors without values;
-        nothing is changed. Without a division of its own and of ``compile``, the plan finds one:
-        the smallest power of two of stages that fits memory, the slowest stage as fast as it can
-        be; ``compile(parallel=plan)`` takes it. See docs/planner.md.
+        nothing is changed. If neither the arguments nor ``compile`` divide the module, the plan
+        finds a division: the smallest power of two of stages that fits in memory, with the slowest
+        stage as fast as possible; ``compile(parallel=plan)`` uses it. See docs/planner.md.
 
         Args:
-            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
-                target, with which the loss is counted too, or a loader, whose first batch is read.
-                Only shapes and dtypes matter. None takes those of the last ``fit``.
-            ipus: as for ``fit``; at most so many are looked for.
+            x: a micro-batch: inputs as for ``predict``; a tuple or list of inputs and target, to
+                include the loss; or a loader, whose first batch is read. Only shapes and dtypes
+                matter. None takes those of the last ``fit``.
+            ipus: as for ``fit``; a division uses at most so many.
             gradient_accumulation: as for ``fit``; None is the smallest that fills the pipeline.
             ipus_per_replica: find a division into so many stages.
-            stages: as for :class:`ipufit.Parallel`; None is what ``compile`` was told, "auto" to
-                find them.
+            stages: as for :class:`ipufit.Parallel`; None is the setting of ``compile``; "auto"
+                finds them.
             layers_per_ipu: as for :class:`ipufit.Parallel`.
             layers: as for :class:`ipufit.Parallel`.
-            strategy: "pipelined" or "sharded"; None is what ``compile`` was told.
-            schedule: of a pipeline: "grouped", as PopTorch's, "interleaved" or "sequential".
-            recompute: what is kept of activations, the rest being computed anew: True for the
-                inputs of the stages, and the outputs of the layers that ``Memory(recompute=...)``
-                names; other names instead of those; False keeps all. None is as compiled: True in
-                a pipeline, where PopTorch does so by itself, else False.
-            ipu_memory: bytes of an IPU to fill at most; None is all of 1,472 tiles x 624 KiB.
+            strategy: "pipelined" or "sharded"; None is the setting of ``compile``.
+            schedule: of a pipeline: "grouped", as in PopTorch, "interleaved" or "sequential".
+            recompute: which activations are kept, while the others are computed again: with True,
+                the inputs of the stages, and the outputs of the layers in
+                ``Memory(recompute=...)``; names choose other layers; False keeps everything. None
+                is as compiled: True in a pipeline, where PopTorch recomputes by itself, otherwise
+                False.
+            ipu_memory: bytes of an IPU that may be used; None is all of 1,472 tiles x 624 KiB.
 
         Raises:
             NotCompiledError: before ``compile``.
             ConfigurationError: neither a batch nor an earlier ``fit``, or arguments that can't
-                work; ``PartitionError`` and ``PlanError`` are two kinds of it.
-            DataError: the batch can't be fed.
+                work; ``PartitionError`` and ``PlanError`` are subclasses.
+            DataError: the batch can't be used.
             CaptureError: the module can't be recorded.
         """
         from ipufit.planner.plan_partition import plan_partition
@@ -214,22 +215,22 @@ class InspectionMixin:
         return plan_partition(session.divided, estimator, read_sample, request, *work)
 
     def preflight(self, x: Any = None) -> PreflightReport:
-        """Say what the model needs changed before it can run on an IPU through PopTorch 3.4.
+        """List what to change in the model before it can run on an IPU through PopTorch 3.4.
 
         One micro-batch goes through module and loss as tensors without values; nothing is changed.
-        Operators, layers, loss, optimizer, settings and types are held against facts from
-        PopTorch's published source and documentation. No IPU has run any of it, and what no fact
-        is about is called unknown. See docs/preflight.md.
+        Operators, layers, loss, optimizer, settings and types are compared with PopTorch's
+        published source and documentation. Nothing was verified on an IPU; anything that these
+        sources do not mention is reported as unknown. See docs/preflight.md.
 
         Args:
-            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
-                target, with which the loss is looked at too, or a loader, whose first batch is
-                read. Only shapes and dtypes matter. None takes those of the last ``fit``.
+            x: a micro-batch: inputs as for ``predict``; a tuple or list of inputs and target, to
+                include the loss; or a loader, whose first batch is read. Only shapes and dtypes
+                matter. None takes those of the last ``fit``.
 
         Raises:
             NotCompiledError: before ``compile``.
             ConfigurationError: neither a batch nor an earlier ``fit``.
-            DataError: the batch can't be fed, or module or loss can't take it.
+            DataError: the batch can't be used, or module or loss can't take it.
         """
         session = self._compiled("preflight")
         require_one_loss(session, "preflight")
@@ -246,28 +247,29 @@ class InspectionMixin:
         rtol: Optional[float] = None,
         atol: Optional[float] = None,
     ) -> Comparison:
-        """Hold the recorded training program against the module itself, value by value.
+        """Compare the recorded training program with the module itself, value by value.
 
-        One micro-batch runs through the graph that ``fit`` runs and through the module, with the
-        same weights, buffers, data, random numbers and precision; every operator of both passes,
-        every module's output, the loss, the gradients and the buffers are compared, and then the
-        results of what runs in the graph's place. All is put back as it was. See docs/diagnosis.md.
+        One micro-batch runs through the graph of ``fit`` and through the module, with the same
+        weights, buffers, data, random numbers and precision. Every operator of both passes, every
+        module's output, the loss, the gradients and the buffers are compared; then the graph with
+        the kernels or libraries that replace it. Nothing of the model changes. See
+        docs/diagnosis.md.
 
         Args:
             sample: a micro-batch as ``train_on_batch`` takes it, ``(inputs, target)``, or a loader,
                 whose first batch is read.
             reference: "eager"; or "float64", the same in double precision, which shows where the
-                program's own precision loses most.
-            rtol: what a tensor may differ by, of its largest magnitude; None is that of its dtype:
-                1e-10 in float64, 1e-4 in float32, 0.01 in float16, 0.05 in bfloat16. Integers must
-                be equal; NaN is equal to NaN.
-            atol: the same besides; None is 1e-14, 1e-7, 1e-4 and 1e-3.
+                program loses most precision.
+            rtol: accepted difference of a tensor, relative to its largest magnitude; None depends
+                on its dtype: 1e-10 in float64, 1e-4 in float32, 0.01 in float16, 0.05 in bfloat16.
+                Integers must be equal; NaN equals NaN.
+            atol: accepted absolute difference in addition; None is 1e-14, 1e-7, 1e-4 and 1e-3.
 
         Raises:
             NotCompiledError: before ``compile``.
             ConfigurationError: inside ``fit``, arguments that can't work, no recorded program, or
-                an engine whose programs can't be looked into.
-            DataError: the batch can't be fed.
+                an engine whose programs can't be inspected.
+            DataError: the batch can't be used.
             CaptureError: the module can't be recorded.
         """
         from ipufit.analysis.compare.comparisons import compare
@@ -277,26 +279,26 @@ class InspectionMixin:
     def check_invariance(
         self, sample: Any, *, rtol: Optional[float] = None, atol: Optional[float] = None
     ) -> InvarianceReport:
-        """Try whether weights depend on how the samples of an update are divided.
+        """Test whether weights depend on how the samples of an update are divided.
 
         Copies of module, loss and optimizer make four updates of the sample with several batch
-        sizes, gradient accumulations, replicas and device iterations, eagerly and in float64 where
-        they can, so that rounding is no cause. What breaks it is found by repeating each module
-        with a part of its rows. Several processes have the numbers of as many replicas, so these
-        stand for them. Nothing of the model changes. See docs/diagnosis.md.
+        sizes, gradient accumulations, replicas and device iterations, eagerly and, if possible, in
+        float64, to exclude rounding. Causes are found by repeating each module with a part of its
+        rows. Several processes are not tested: they have the numbers of as many replicas. Nothing
+        of the model changes. See docs/diagnosis.md.
 
         Args:
             sample: the samples of one update, as ``train_on_batch`` takes them, 4 or more with
                 divisors, such as 8 or 12; or a loader, whose first batch is read.
-            rtol: what weights and losses may differ by, of their largest magnitude; None is 1e-7 in
-                float64, else that of the dtype, as for :meth:`compare`.
-            atol: the same besides.
+            rtol: accepted difference of weights and losses, relative to their largest magnitude;
+                None is 1e-7 in float64, otherwise that of the dtype, as for :meth:`compare`.
+            atol: accepted absolute difference in addition.
 
         Raises:
             NotCompiledError: before ``compile``.
             ConfigurationError: inside ``fit``, arguments that can't work, or a module that can't be
                 copied.
-            DataError: the batch can't be fed, or has one sample.
+            DataError: the batch can't be used, or has only one sample.
         """
         from ipufit.analysis.compare.comparisons import check_invariance
 
@@ -304,31 +306,31 @@ class InspectionMixin:
         return check_invariance(session, engine_maker("embedded"), sample, (rtol, atol))
 
     def check(self, x: Any = None) -> CheckReport:
-        """Say what of this module a recorded program would not do as it is written.
+        """Find code of this module that would behave differently in a recorded program.
 
-        A program is recorded once and then repeated, so that Python code in ``forward`` and in the
-        loss runs once: a counter stands still, a branch is taken for good. The micro-batch goes
-        through module, loss and backward pass a few times, in train mode and in eval mode, without
-        values and, where something is wrong, with them, on copies. The runs are held against each
-        other. Weights, buffers, optimizer, generators, attributes and modes are left as they were,
-        and what forward prints is not shown.
+        A program is recorded once and then repeated, so Python code in ``forward`` and in the loss
+        runs only once: a counter stays constant, and a branch is always the same. The micro-batch
+        goes through module, loss and backward pass a few times, in train mode and in eval mode,
+        without values and, if something is wrong, with values, on copies. The runs are compared
+        with each other. Weights, buffers, optimizer, generators, attributes and modes do not
+        change, and output of forward is not shown.
 
-        Works before ``compile`` too, then without a loss: gradients are those of all outputs. See
-        docs/check.md.
+        It works before ``compile`` too, without a loss: gradients are then those of all outputs.
+        See docs/check.md.
 
         Args:
-            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
-                target, with which the loss is checked too, or a loader, whose first batch is read.
-                None takes random numbers in the shapes of the last ``fit``; where inputs are whole
-                numbers, such as class indices, zeros.
+            x: a micro-batch: inputs as for ``predict``; a tuple or list of inputs and target, to
+                include the loss; or a loader, whose first batch is read. None uses random numbers
+                in the shapes of the last ``fit``, and zeros for inputs of whole numbers, such as
+                class indices.
 
         Returns:
-            The findings, each with file, line and what to write instead; empty, and false, where
-            there are none.
+            The findings, each with file, line and what to write instead; a report without findings
+            is empty and false.
 
         Raises:
             ConfigurationError: neither a batch nor an earlier ``fit``.
-            DataError: the batch can't be fed, or the module can't take it.
+            DataError: the batch can't be used, or the module can't take it.
         """
         from ipufit.analysis.check.check import checked
 

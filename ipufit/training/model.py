@@ -52,32 +52,31 @@ __all__ = ["Model", "StepsModel", "load"]
 
 @with_hints()
 class Model(InspectionMixin):
-    """Trains, evaluates and applies a torch module as one traced program.
+    """Trains, evaluates and runs a torch module as one recorded program.
 
-    The module stays the source of truth for the weights: it holds the trained values after ``fit``,
-    and current ones whenever a callback looks. A model is a context manager that closes itself.
-    docs/quickstart.md shows one at work.
+    The module always has the weights: the trained ones after ``fit``, and the current ones when a
+    callback reads them. A model is a context manager that closes itself. See docs/quickstart.md.
 
     Args:
         module: any ``torch.nn.Module``.
         engine: "embedded", which runs in plain PyTorch; "ipu", which needs the Poplar SDK;
-            "ipu-standin", the same over a PopTorch in plain torch, to try it without an IPU; or a
-            callable that makes an engine, such as a class of :class:`ipufit.engines.Engine`. "auto"
-            is what the environment variable IPUFIT_ENGINE names; without it, "ipu" where SDK and
-            IPU are, else "embedded". See docs/ipu.md.
-        device: where to run; the module is moved there. None leaves it where it is.
+            "ipu-standin", the IPU engine over a stand-in for PopTorch, to try it without an IPU; or
+            a callable that returns an engine, such as a subclass of :class:`ipufit.engines.Engine`.
+            "auto" uses the environment variable IPUFIT_ENGINE; without it, "ipu" if there are an
+            SDK and an IPU, otherwise "embedded". See docs/ipu.md.
+        device: device to run on; the module is moved there. None leaves it where it is.
 
     Attributes:
         module: the user's module.
-        history: of the last ``fit``, also one that was interrupted or failed.
-        stop_training: set it to True in a callback to end ``fit`` with the present execution.
-        outputs: what the module returned in the last training execution, for each micro-batch that
-            ``outputs`` of ``compile`` chooses; filled for callbacks with ``wants_outputs``.
-        extras: for hooks of callbacks around an execution, the fields of its batches that forward
-            does not take, such as ids: for each micro-batch of this process, by name.
+        history: of the last ``fit``, even if it was interrupted or failed.
+        stop_training: set it to True in a callback to end ``fit`` after the current execution.
+        outputs: outputs of the module in the last training execution, for each micro-batch that
+            ``outputs`` of ``compile`` chooses; set if a callback has ``wants_outputs``.
+        extras: in batch hooks of callbacks, the fields of the execution's batches that forward does
+            not take, such as ids: a dict for each micro-batch of this process.
 
     Raises:
-        ConfigurationError: the module or the engine is none, or the device is not there.
+        ConfigurationError: the module, engine or device is not valid.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Model(InspectionMixin):
 
     @property
     def hyperparameters(self) -> Dict[str, Any]:
-        """Settings that the module itself says it was made with, for loggers of experiments.
+        """Settings that the module declares, for experiment loggers.
 
         They are the ``hparams`` of a LightningModule; other modules have none.
         """
@@ -122,12 +121,13 @@ class Model(InspectionMixin):
         engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
     ) -> StepsModel:
-        """A model of a LightningModule, as it is: its steps, optimizers, hooks and ``self.log``.
+        """Make a model of a LightningModule, with its steps, optimizers, hooks and ``self.log``.
 
-        ``fit`` runs ``training_step`` and ``validation_step``, ``evaluate`` the latter, ``test``
-        ``test_step`` and ``predict`` ``predict_step``, each as one recorded program. ``compile`` is
-        for options alone: without a call, ``configure_optimizers`` says all. It takes Lightning 2.1
-        and newer; see docs/coming-from-lightning.md.
+        ``fit`` runs ``training_step`` and ``validation_step``, ``evaluate`` runs
+        ``validation_step``, ``test`` runs ``test_step`` and ``predict`` runs ``predict_step``, each
+        as one recorded program. ``compile`` is only needed for options: the optimizer comes from
+        ``configure_optimizers``. It supports Lightning 2.1 and newer; see
+        docs/coming-from-lightning.md.
 
         Args:
             module: of ``lightning.pytorch`` or ``pytorch_lightning``; neither is imported.
@@ -135,19 +135,19 @@ class Model(InspectionMixin):
             device: as for :class:`ipufit.Model`.
 
         Returns:
-            A model with all methods of :class:`ipufit.Model`, of which these differ, and ``test``.
-            ``compile(optimizer=None, **options)``;
-            ``fit(x=None, y=None, batch_size=None, epochs=1, *, datamodule=None, **options)``, which
-            validates if there is validation data; ``evaluate(x=None, y=None, batch_size=None, *,
-            datamodule=None, **options)``; ``test(x=None, y=None, *, datamodule=None, **options)``;
-            ``predict(x=None, batch_size=None, *, datamodule=None, **options)``. Data may be a
-            LightningDataModule, as ``x`` or ``datamodule``; without data, the loaders are those of
-            the LightningModule. Its attribute ``lightning`` is the LightningModule, of which
-            ``module`` is another face, whose ``forward`` is its steps.
+            A model with all methods of :class:`ipufit.Model`, and ``test``. These methods differ:
+            ``compile(optimizer=None, **options)``; ``fit(x=None, y=None, batch_size=None, epochs=1,
+            *, datamodule=None, **options)``, which validates if there is validation data;
+            ``evaluate(x=None, y=None, batch_size=None, *, datamodule=None, **options)``;
+            ``test(x=None, y=None, *, datamodule=None, **options)``; ``predict(x=None,
+            batch_size=None, *, datamodule=None, **options)``. Data may be a LightningDataModule, as
+            ``x`` or ``datamodule``; without data, the loaders are those of the LightningModule. Its
+            attribute ``lightning`` is the LightningModule; ``module`` wraps it, and has its steps
+            as ``forward``.
 
         Raises:
-            ConfigurationError: it is none, or does what a recorded program can't, such as manual
-                optimization; all of it.
+            ConfigurationError: it is not a LightningModule, or uses features that a recorded
+                program can't have; with every fault.
         """
         model: StepsModel = makers_of_lightning_models[-1](module, engine, device)
         return model
@@ -178,85 +178,87 @@ class Model(InspectionMixin):
         poptorch: Any = None,
         config: Any = None,
     ) -> None:
-        """Choose how to train. The count of updates starts anew.
+        """Set optimizer, loss, metrics and options. The count of updates starts again at 0.
 
-        Arguments by position have the order of Keras 3.
+        Positional arguments have the order of Keras 3.
 
-        docs/optimizers-losses-metrics.md, docs/precision-and-gradients.md, docs/logging-values.md,
-        docs/memory.md and docs/speed.md show what the arguments do.
+        See docs/optimizers-losses-metrics.md, docs/precision-and-gradients.md,
+        docs/logging-values.md, docs/memory.md and docs/speed.md.
 
         Args:
             optimizer: a name ("sgd", "adam", "adamw", "rmsprop", "lamb" or any other of
-                torch.optim), an optimizer class, a configured torch optimizer over the module's
-                parameters (its state is taken over), or a factory that is called with the trainable
-                parameters. None makes a model that can only evaluate and predict.
-            loss: a name, a module or such a class, or a callable ``(prediction, target)`` that
-                returns the mean over a micro-batch or one value per sample, or None when the module
-                returns ``(outputs, loss)`` itself. Several losses are a dict by name of the
-                module's outputs, or a list by position. A :class:`ipufit.TrainStep`, or a list of
-                them, is a step of one's own: which loss moves what, in which order, how often.
-            loss_weights: what each of several losses is multiplied with, in the form of the losses;
-                1 by default.
+                torch.optim), an optimizer class, a torch optimizer for the module's parameters (its
+                state is used), or a factory that is called with the trainable parameters. With
+                None, the model can only evaluate and predict.
+            loss: a name, a module or a class of modules, or a callable ``(prediction, target)``
+                that returns the mean over a micro-batch or one value per sample; None if the module
+                returns ``(outputs, loss)`` itself. Several losses are a dict by output name, or a
+                list by position. A :class:`ipufit.TrainStep`, or a list of them, is your own
+                training step: which loss trains which parameters, in which order, and how often.
+            loss_weights: factor for each of several losses, in the form of the losses; 1 by
+                default.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
-                or a dict by name; with several losses a dict or list by output. Parameters of
-                losses and metrics such as ``y_true, y_pred`` say another order.
+                or a dict by name; with several losses a dict or list by output. Losses and metrics
+                with parameters such as ``y_true, y_pred`` are called in that order.
             weighted_metrics: metrics that are weighted with the sample weights, in the form of
                 ``metrics``.
-            run_eagerly: run the module itself instead of a recorded program: the same numbers,
-                slower, open to a debugger, and for whatever a loop written by hand trains.
-            inputs: where batches are dicts, the fields that forward gets: the name of one, which it
-                gets by position, a list of names that are those of its parameters, or a dict from
-                parameters to names. None are those whose names forward takes. What is neither input
-                nor target stays beside the program: for metrics that ask for it by the name of a
-                parameter, and for callbacks, as ``extras``.
-            targets: where batches are dicts, the field that the loss is held against, or a list of
-                names for a dict of targets. None is the one that forward leaves.
-            jit: how a recorded program runs: "graph", as it was recorded, with the bits of
-                run_eagerly; "kernels", with other kernels of torch's where these are faster on this
-                machine, equal up to the order of summation; "inductor", whole updates compiled on
-                the CPU, for which the first update waits, equal likewise; "cudagraph", whole
-                executions as captured CUDA graphs. "auto" captures those on a GPU, chooses by
-                measurement on a CPU, runs a module itself, with a warning, that can't be recorded,
-                and says in ``explain`` and ``History.params["jit"]`` what it chose. Any other name,
-                such as "aot_eager" or "openxla", or a function is a backend of torch.compile, to
-                which recorded graphs are handed; what it makes of one must compute the same, up to
-                the order of summation.
-            lr_scheduler: hyper-parameters that change from update to update: "cosine", a scheduler
-                of torch's, and more; see :func:`ipufit.optim.schedules.resolve_schedule`.
-            lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
+            run_eagerly: call the module itself instead of a recorded program: the same numbers,
+                slower, but you can use a debugger, and any module works that a hand-written loop
+                can train.
+            inputs: for batches that are dicts, the fields that forward gets: one name, passed by
+                position; a list of names, passed by name; or a dict from parameters of forward to
+                names. None means all fields that are parameters of forward. Other fields are not
+                part of the program: metrics get them through parameters of the same name, callbacks
+                as ``extras``.
+            targets: for batches that are dicts, the field that the loss compares outputs with, or a
+                list of names for a dict of targets. None is the only field that forward does not
+                take.
+            jit: how a recorded program runs: "graph", as recorded, with the same bits as
+                run_eagerly; "kernels", with other kernels of torch that are faster on this machine,
+                equal up to the order of summation; "inductor", whole updates compiled on the CPU
+                before the first update, also equal up to the order of summation; "cudagraph", whole
+                executions as captured CUDA graphs. "auto" captures CUDA graphs on a GPU, chooses by
+                measurement on a CPU, and calls a module itself, with a warning, if it can't be
+                recorded; ``explain`` and ``History.params["jit"]`` show the choice. Any other name,
+                such as "aot_eager" or "openxla", or a function is a backend of torch.compile, which
+                gets the recorded graphs; its results must be equal up to the order of summation.
+            lr_scheduler: hyper-parameters that change from update to update: "cosine", a torch
+                scheduler, and more; see :func:`ipufit.optim.schedules.resolve_schedule`.
+            lr_scheduler_interval: "update" or "epoch": how often the schedule advances.
             reduction: how samples, sample weights and micro-batches count in a gradient; see
-                :class:`ipufit.Reduction`. By default all samples alike, by the mean.
-            clip: bound on gradients; see :class:`ipufit.Clip`.
-            ema: keep an exponential moving average of the trained weights, which ``fit`` makes
-                the weights at its end; see :class:`ipufit.EMA`.
-            precision: such as "mixed_float16", or with a loss scale or a dtype of accumulation; see
-                :class:`ipufit.Precision`, of which a name is the short form.
-            outputs: which outputs of a training execution come back, and so what metrics see:
-                "all", "final", "sum", or ``ipufit.Outputs("every_n", 4)``; see
-                :class:`ipufit.Outputs`. None is that of ``config`` or ``poptorch``, else "all".
-            parallel: stages or layers on each IPU; see :class:`ipufit.Parallel`, of which a plan of
-                :meth:`plan` is the short form.
-            memory: what is cut, computed again, offloaded or shared out between processes to need
-                less memory; see :class:`ipufit.Memory`.
-            detect_nan: look at gradients and weights in every update, not at losses alone. If one
-                is not finite, that update is run again operator by operator, and
+                :class:`ipufit.Reduction`. By default, the mean over all samples.
+            clip: limit for gradients; see :class:`ipufit.Clip`.
+            ema: keep an exponential moving average of the trained weights, which replaces the
+                weights when ``fit`` ends; see :class:`ipufit.EMA`.
+            precision: a name such as "mixed_float16", or a :class:`ipufit.Precision`, for example
+                with a loss scale.
+            outputs: which outputs of a training execution are copied to the host, for metrics and
+                callbacks: "all", "final", "sum", or ``ipufit.Outputs("every_n", 4)``; see
+                :class:`ipufit.Outputs`. None is the setting of ``config`` or ``poptorch``, or
+                "all".
+            parallel: stages or layers on each IPU, as a :class:`ipufit.Parallel` or a plan of
+                :meth:`plan`.
+            memory: layers in parts, recomputation, offloading and sharding, to need less memory;
+                see :class:`ipufit.Memory`.
+            detect_nan: check gradients and weights in every update, not only losses. If one is not
+                finite, that update runs again operator by operator, and
                 :class:`ipufit.errors.NonFiniteLossError` names the module, the operator, the line
-                and the samples where it began. One process and the embedded engine only.
-            max_recordings: shapes of batches that one program may record, or compile for an IPU;
-                one more is an error that lists them. Recording takes a moment for each shape, and
-                memory; run eagerly nothing is recorded. See docs/data.md.
+                and the samples where it began. Only with one process and the embedded engine.
+            max_recordings: largest number of batch shapes that a program records, or compiles for
+                an IPU; another shape is an error that lists them. Each recording takes time and
+                memory; with run_eagerly, nothing is recorded. See docs/data.md.
             poptorch: ``poptorch.Options`` for training, or a pair ``(training_options,
-                inference_options)``, of which the second are for validation, ``evaluate`` and
-                ``predict``; copies are used. What they say of replicas, device iterations,
-                accumulation and seed is fixed for later calls; an argument that disagrees is
-                refused. Off IPUs, what was set and what becomes of it there is printed.
-            config: an :class:`ipufit.IPUConfig`, or what its ``from_pretrained`` takes. It fixes
-                IPUs, device iterations, accumulation and seed of later calls; an argument that
-                disagrees is refused. What each parameter does here is printed. See
+                inference_options)``, where the second are for validation, ``evaluate`` and
+                ``predict``; copies are used. Their replicas, device iterations, accumulation and
+                seed apply to later calls; an argument that disagrees is refused. Without IPUs, the
+                effect of each option is printed.
+            config: an :class:`ipufit.IPUConfig`, or an argument of its ``from_pretrained``. Its
+                IPUs, device iterations, accumulation and seed apply to later calls; an argument
+                that disagrees is refused. The effect of each parameter is printed. See
                 docs/ipu-config.md.
 
         Raises:
-            UnknownNameError: an unknown name; with the nearest known one.
+            UnknownNameError: an unknown name; suggests the nearest known one.
             OptimizerError: the optimizer does not fit the module, or nothing is trainable.
             ConfigurationError: anything else that can't work, or several of these.
         """
@@ -274,36 +276,38 @@ class Model(InspectionMixin):
 
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """The torch optimizer that ``compile`` made or was given, its state up to date, or None.
+        """The torch optimizer that ``compile`` got or created, with its current state, or None.
 
-        Under ``Memory(shard="optimizer")`` it has no state in several processes: see
+        With several processes and ``Memory(shard="optimizer")``, it has no state: see
         :meth:`gather_optimizer`.
         """
         return self._compiled("optimizer").optimizer
 
     def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """Return the optimizer with its whole state, also where ``Memory.shard`` has divided it.
+        """Return the optimizer with its whole state, even if ``Memory.shard`` has divided it.
 
-        :attr:`optimizer` has settings alone there. Call it in all processes at the same time,
-        between fits or from a callback. The next execution leaves settings alone again; before it,
-        at the end of an epoch or between fits, the state may be changed, in all processes alike.
+        In that case :attr:`optimizer` has only settings. Call this in all processes at the same
+        time, between fits or from a callback. The state is there until the next execution; until
+        then, at the end of an epoch or between fits, you may change it, in the same way in all
+        processes.
         """
         return self._compiled("gather_optimizer").gather_optimizer()
 
     def gather_weights(self) -> nn.Module:
-        """The module, with its present weights where ``Memory(shard="weights")`` has divided them.
+        """Return the module with its current weights, under ``Memory(shard="weights")`` too.
 
-        During ``fit`` its weights are else those of the end of the last epoch. Call it in all
-        processes at the same time, from a callback. Elsewhere the module has them anyway.
+        Otherwise its weights during ``fit`` are those of the end of the last epoch. Call this in
+        all processes at the same time, from a callback. Outside of ``fit``, the module always has
+        its weights.
         """
         self._compiled("gather_weights").gather_weights()
         return self.module
 
     def swap_ema_weights(self) -> None:
-        """Exchange the trained weights and their moving averages; called again, back.
+        """Exchange the trained weights and their averages; a second call exchanges them back.
 
-        For callbacks during ``fit``, such as
-        :class:`ipufit.callbacks.SwapEMAWeights`. Training goes on with the weights only.
+        For callbacks during ``fit``, such as :class:`ipufit.callbacks.SwapEMAWeights`. Exchange
+        them back before training continues.
 
         Raises:
             ConfigurationError: not inside ``fit``, or ``compile`` was given no ``ema``.
@@ -337,9 +341,9 @@ class Model(InspectionMixin):
         loading: Optional[Loading] = None,
         seed: Optional[int] = None,
     ) -> History:
-        """Train. See docs/data.md for what ``x`` may be, and docs/plan.md for the numbers of a run.
+        """Train the module. See docs/data.md for the forms of ``x``, docs/plan.md for the terms.
 
-        Arguments by position have the order of Keras.
+        Positional arguments have the order of Keras.
 
         Args:
             x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time), a list of
@@ -349,57 +353,57 @@ class Model(InspectionMixin):
                 ``(inputs, target)`` or ``(inputs, target, sample_weight)``. A loader's batch size
                 is the micro-batch; its sampler, collate_fn, workers and generator are used as they
                 are.
-            y: targets beside tensors and arrays, in any structure, one row per sample.
+            y: targets for tensors and arrays, in any structure, with one row per sample.
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: how many, or a range of their indices, such as range(3, 10) for those that
                 follow the first three.
             verbose: 0 silent, 1 a progress bar, 2 a line per epoch, "rich" a bar by the package of
                 that name (``pip install ipufit[rich]``); "auto" is 1 in a terminal or a notebook,
                 else 2.
-            callbacks: one, a list, or None: told what happens; see
-                :class:`ipufit.callbacks.Callback`. With :class:`ipufit.Report` a run writes down
-                where its time and memory go.
+            callbacks: one, a list, or None; see :class:`ipufit.callbacks.Callback`.
+                :class:`ipufit.Report` records where time and memory of a run go.
             validation_split: the last fraction of tensors, arrays or a map-style dataset is held
                 out, before shuffling.
-            validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
-                ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or any other
-                form of ``x``; or an :class:`ipufit.Validation`, which also says how often and how
+            validation_data: evaluated after every epoch, without an effect on training. ``(x, y)``
+                or ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or any other
+                form of ``x``; or an :class:`ipufit.Validation`, which also sets how often and how
                 much.
-            shuffle: tensors, arrays, map-style datasets and the batches of a PyDataset, anew in
-                every epoch, in an order that depends on seed and epoch alone. None is True for
-                these; a loader has its own order.
+            shuffle: tensors, arrays, map-style datasets and the batches of a PyDataset in every
+                epoch, in an order that depends only on seed and epoch. None is True for these; a
+                loader has its own order.
             class_weight: weight of the samples by class index; other classes weigh 1. The target
                 holds class indices, or rows of probabilities.
-            sample_weight: how much each sample counts, beside tensors and arrays; shape (samples,)
-                or more dimensions. Integers and bools become floating point.
-            steps_per_epoch: weight updates of an epoch. The next epoch goes on with the data where
-                this one ends; data that runs out is read anew.
-            ipus: total number of IPUs, of each process where there are several, a multiple of those
-                of a replica. None is that of ``compile(config=...)``, else one replica.
-            device_iterations: weight updates per execution. None is that of
-                ``compile(config=...)``, else 1.
+            sample_weight: how much each sample counts, for tensors and arrays; shape (samples,) or
+                more dimensions. Integers and bools become floating point.
+            steps_per_epoch: weight updates of an epoch. The next epoch continues with the data
+                where this one ends; data that runs out is read again.
+            ipus: total number of IPUs (of each process, if there are several), a multiple of the
+                IPUs of a replica. None is the number of ``compile(config=...)``, or one replica.
+            device_iterations: weight updates per execution. None is the number of
+                ``compile(config=...)``, or 1.
             gradient_accumulation: micro-batches that a replica sums before an update; None as for
                 ``device_iterations``.
-            checkpoint: folder to write everything down in, so that the run can go on exactly; or an
-                :class:`ipufit.Checkpoint`, which also says how often, and from where to go on.
+            checkpoint: folder for checkpoints, from which the run can resume exactly; or an
+                :class:`ipufit.Checkpoint`, which also sets how often to save, and where to resume.
             loading: how much of the data is read, and how far ahead; None reads all.
-            seed: of all random numbers: dropout and the like, the order of samples, and what a
-                loader draws from torch's generator in this process. None is that of ``config`` or
-                ``poptorch`` of ``compile``, else one drawn from that generator.
+            seed: for all random numbers: dropout and similar layers, the order of samples, and
+                numbers that a loader draws from torch's generator in this process. None is the seed
+                of ``config`` or ``poptorch`` of ``compile``, or one drawn from torch's generator.
 
         Returns:
-            The history; it is in ``self.history`` too, also when this call does not return.
+            The history, which is also in ``self.history``, even if this call raises an error.
 
         Raises:
             NotCompiledError: before ``compile``.
-            PlanError: the batch algebra does not fit; with all faults.
-            ConfigurationError: arguments that can't work, or not together; all of them.
-                ``LossError``, ``MetricError`` and ``OptimizerError`` are kinds of it, for a loss, a
+            PlanError: the numbers of the plan are not possible; with every fault.
+            ConfigurationError: arguments that can't work, alone or together; with every fault.
+                ``LossError``, ``MetricError`` and ``OptimizerError`` are subclasses, for a loss, a
                 metric or an optimizer that does not fit module and data.
-            DataError: data that can't be read or fed; with batch and sample where known.
-            CaptureError: the module can't be recorded; with file and line.
-            NonFiniteLossError: NaN or infinity; the state is that before the update it names.
-            CheckpointError: a checkpoint that can't be written or read, or is of another run.
+            DataError: data that can't be read or used; names batch and sample if they are known.
+            CaptureError: the module can't be recorded; names file and line.
+            NonFiniteLossError: NaN or infinity; the state is that before the update, which the
+                error names.
+            CheckpointError: a checkpoint can't be written or read, or belongs to another run.
         """
         later = "Start the second call after the first has returned."
         session = self._trainable("fit", later)
@@ -441,37 +445,38 @@ class Model(InspectionMixin):
         device_iterations: Optional[int] = None,
         seed: Optional[int] = None,
     ) -> Union[float, List[float], Dict[str, float]]:
-        """Loss and metrics, exact means over all samples. The module is in eval mode meanwhile.
+        """Compute loss and metrics, as exact means over all samples, with the module in eval mode.
 
-        A model that was not compiled takes ``loss`` and ``metrics`` here. Each such call records
-        the module anew; for several, call ``compile(loss=...)`` first.
+        A model that is not compiled takes ``loss`` and ``metrics`` here. Each such call records the
+        module again; for several calls, use ``compile(loss=...)`` first.
 
         Args:
             x: as for ``fit``; never shuffled by ipufit.
             y: as for ``fit``.
             batch_size: as for ``fit``.
-            verbose: 0 silent, 1 a progress bar, 2 one line; the rest as for ``fit``.
+            verbose: 0 silent, 1 a progress bar, 2 one line; other values as for ``fit``.
             sample_weight: as for ``fit``.
-            steps: device iterations to read at most, from the start; None for all.
+            steps: largest number of device iterations, from the start of the data; None for all.
             callbacks: get the ``on_test_`` hooks.
-            return_dict: False for Keras' other form: the loss, or with metrics a list that begins
-                with it.
-            loss: as for ``compile``, of a model that was not compiled.
-            metrics: as for ``compile``, of a model that was not compiled.
+            return_dict: False returns the loss, or with metrics a list that begins with it, as in
+                Keras.
+            loss: as for ``compile``, for a model that is not compiled.
+            metrics: as for ``compile``, for a model that is not compiled.
             prefetch: as for :class:`ipufit.Loading`.
-            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
-            device_iterations: forward passes per execution; None is that of the config, else 1.
-            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
-                ``compile`` has fixed.
+            ipus: total number of IPUs. None is the number of ``compile(config=...)``, or one
+                replica.
+            device_iterations: forward passes per execution; None is the number of the config, or 1.
+            seed: for random numbers that the module draws in eval mode; None is 0, or the seed of
+                ``compile``.
 
         Returns:
-            "loss" and one value per metric and logged name.
+            "loss", and one value per metric and logged name.
 
         Raises:
-            NotCompiledError: before ``compile``, with neither ``loss`` nor ``metrics``.
-            PlanError: the batch algebra does not fit; with all faults.
-            ConfigurationError: arguments that can't work, or not together; all of them.
-            DataError: data that can't be read or fed.
+            NotCompiledError: before ``compile``, without ``loss`` and ``metrics``.
+            PlanError: the numbers of the plan are not possible; with every fault.
+            ConfigurationError: arguments that can't work, alone or together; with every fault.
+            DataError: data that can't be read or used.
         """
         faults = ErrorCollector(of_call=True)
         session = None
@@ -503,33 +508,33 @@ class Model(InspectionMixin):
         padding_value: Optional[float] = None,
         seed: Optional[int] = None,
     ) -> Any:
-        """The module's outputs for all samples, in the data's order; without ``compile`` too.
+        """Compute the outputs for all samples, in the data's order; works without ``compile``.
 
         Args:
             x: as for ``fit``: inputs as a tensor, an array or a dict of such, or a tuple or list of
-                such where ``forward`` takes several; or batches of inputs, of ``(inputs, target)``
-                or of ``(inputs, target, sample_weight)``, of which all but the inputs is left
-                aside.
+                such where ``forward`` takes several; or batches of inputs, ``(inputs, target)`` or
+                ``(inputs, target, sample_weight)``, of which only the inputs are used.
             batch_size: as for ``fit``.
             verbose: as for ``evaluate``.
-            steps: device iterations to read at most, from the start; None for all.
+            steps: largest number of device iterations, from the start of the data; None for all.
             callbacks: get the ``on_predict_`` hooks.
             prefetch: as for :class:`ipufit.Loading`.
-            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
-            device_iterations: forward passes per execution; None is that of the config, else 1.
-            padding_value: outputs of several shapes are padded with it, at the end of every
-                dimension, to one tensor; None makes them a list with a tensor for each sample.
-            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
-                ``compile`` has fixed.
+            ipus: total number of IPUs. None is the number of ``compile(config=...)``, or one
+                replica.
+            device_iterations: forward passes per execution; None is the number of the config, or 1.
+            padding_value: pads outputs of several shapes, at the end of every dimension, to one
+                tensor; None returns a list with a tensor for each sample instead.
+            seed: for random numbers that the module draws in eval mode; None is 0, or the seed of
+                ``compile``.
 
         Returns:
-            The structure that the module returns, each tensor with one row per sample; a list of
-            rows stands for a tensor whose rows have several shapes.
+            The structure that the module returns, each tensor with one row per sample; if rows have
+            several shapes, a list of rows instead of the tensor.
 
         Raises:
-            PlanError: the batch algebra does not fit; with all faults.
-            ConfigurationError: arguments that can't work, or not together; all of them.
-            DataError: data that can't be read or fed, or an output without a row per sample.
+            PlanError: the numbers of the plan are not possible; with every fault.
+            ConfigurationError: arguments that can't work, alone or together; with every fault.
+            DataError: data that can't be read or used, or an output without a row per sample.
         """
         values = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value)
         return fit.predict(self, *self._prediction(x, batch_size, *values))
@@ -548,7 +553,7 @@ class Model(InspectionMixin):
         padding_value: Optional[float] = None,
         seed: Optional[int] = None,
     ) -> Iterator[Any]:
-        """Yield the results of ``predict`` piece by piece: memory holds those of one execution.
+        """Yield the outputs of ``predict`` one execution at a time, to save memory.
 
         See docs/finding-settings.md.
 
@@ -556,25 +561,26 @@ class Model(InspectionMixin):
             x: as for ``predict``.
             batch_size: as for ``fit``.
             verbose: as for ``evaluate``.
-            steps: device iterations to read at most, from the start; None for all.
-            callbacks: get the ``on_predict_`` hooks; ``on_predict_end`` after the last piece.
+            steps: largest number of device iterations, from the start of the data; None for all.
+            callbacks: get the ``on_predict_`` hooks; ``on_predict_end`` after the last execution.
             prefetch: as for :class:`ipufit.Loading`.
-            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
-            device_iterations: forward passes per execution, and so per piece; None is that of the
-                config, else 1.
-            padding_value: as for ``predict``; each piece is padded by itself.
-            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
-                ``compile`` has fixed.
+            ipus: total number of IPUs. None is the number of ``compile(config=...)``, or one
+                replica.
+            device_iterations: forward passes per execution, which is one result; None is the number
+                of the config, or 1.
+            padding_value: as for ``predict``; each result is padded separately.
+            seed: for random numbers that the module draws in eval mode; None is 0, or the seed of
+                ``compile``.
 
         Returns:
             An iterator over the outputs of each execution, in order; together they have one row per
-            sample. Arguments are checked now, batches as they come.
+            sample. Arguments are checked by the call, batches when they are read.
 
         Raises:
-            PlanError: the batch algebra does not fit; with all faults.
-            ConfigurationError: as for ``predict``, and while reading, if the weights have changed,
-                or the model was compiled or closed, in between.
-            DataError: data that can't be read or fed, or an output without a row per sample.
+            PlanError: the numbers of the plan are not possible; with every fault.
+            ConfigurationError: as for ``predict``; also while iterating, if the weights have
+                changed, or the model was compiled or closed.
+            DataError: data that can't be read or used, or an output without a row per sample.
         """
         values = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value)
         return fit.stream(self, *self._prediction(x, batch_size, *values))
@@ -587,27 +593,27 @@ class Model(InspectionMixin):
         class_weight: Optional[Mapping[int, float]] = None,
         return_dict: bool = True,
     ) -> Union[float, List[float], Dict[str, float]]:
-        """One weight update on one batch, on one replica.
+        """Make one weight update with one batch, on one replica.
 
-        The count of updates, the schedule, moving averages and the loss scale go on from call to
-        call; dropout draws other numbers each time. ``fit`` is faster: it takes the weights over
-        once. See docs/finding-settings.md.
+        The count of updates, the schedule, moving averages and the loss scale continue from call to
+        call; dropout draws other numbers each time. ``fit`` is faster, because it copies the
+        weights only once. See docs/finding-settings.md.
 
         Args:
             x: inputs of one batch: tensors, arrays, or a structure of them.
             y: targets.
             sample_weight: how much each sample counts.
             class_weight: how much samples count, by class index.
-            return_dict: False for Keras' other form: the loss, or with metrics a list that begins
-                with it.
+            return_dict: False returns the loss, or with metrics a list that begins with it, as in
+                Keras.
 
         Returns:
-            "loss" and one value per metric and logged name, of the batch before the update.
+            "loss", and one value per metric and logged name, for the batch before the update.
 
         Raises:
             NotCompiledError: before ``compile``.
-            ConfigurationError: inside ``fit``, or no optimizer.
-            DataError: a batch that can't be fed.
+            ConfigurationError: inside ``fit``, or without an optimizer.
+            DataError: the batch can't be used.
             NonFiniteLossError: NaN or infinity; the state is that before the update.
         """
         one_of("return_dict", return_dict, (True, False))
@@ -619,7 +625,7 @@ class Model(InspectionMixin):
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = True
     ) -> Union[float, List[float], Dict[str, float]]:
-        """Loss and metrics of one batch.
+        """Compute loss and metrics for one batch.
 
         Args:
             x: inputs of one batch: tensors, arrays, or a structure of them.
@@ -628,11 +634,11 @@ class Model(InspectionMixin):
             return_dict: as for :meth:`train_on_batch`.
 
         Returns:
-            "loss" and one value per metric and logged name, of the batch with the present weights.
+            "loss", and one value per metric and logged name, with the current weights.
 
         Raises:
             NotCompiledError: before ``compile``.
-            DataError: a batch that can't be fed.
+            DataError: the batch can't be used.
         """
         one_of("return_dict", return_dict, (True, False))
         session = self._compiled("test_on_batch")
@@ -640,7 +646,7 @@ class Model(InspectionMixin):
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """The module's outputs for one batch.
+        """Compute the module's outputs for one batch.
 
         Args:
             x: inputs of one batch: tensors, arrays, or a structure of them.
@@ -649,7 +655,7 @@ class Model(InspectionMixin):
             The structure that the module returns, each tensor with one row per sample.
 
         Raises:
-            DataError: a batch that can't be fed.
+            DataError: the batch can't be used.
         """
         session = self._compiled("predict_on_batch")
         is_whole = session.loss.own_loss(Mode.PREDICT)
@@ -669,29 +675,29 @@ class Model(InspectionMixin):
         gradient_accumulation: Optional[int] = None,
         seed: Optional[int] = None,
     ) -> LearningRates:
-        """Train for a moment with a learning rate that grows from update to update.
+        """Train for a short time with a learning rate that grows from update to update.
 
-        Weights, buffers, optimizer state, counters and random number generators are put back bit
-        for bit. Rates of several parameter groups keep their ratios. See docs/finding-settings.md.
+        Weights, buffers, optimizer state, counters and random number generators are restored to the
+        bit. The rates of several parameter groups keep their ratios. See docs/finding-settings.md.
 
         Args:
-            x: data, as for ``fit``; read anew as often as needed, so no iterator.
+            x: data, as for ``fit``, except iterators, because it may be read several times.
             y: as for ``fit``.
             batch_size: as for ``fit``.
             min_lr: rate of the first update.
             max_lr: rate of the last one.
-            updates: how many; fewer happen when the loss diverges, to four times its best.
+            updates: how many; fewer if the loss grows to four times its best value.
             ipus: as for ``fit``.
             gradient_accumulation: as for ``fit``.
             seed: as for ``fit``.
 
         Returns:
-            Rates and losses, a suggestion and a plot.
+            The rates and losses, with a suggestion and a plot.
 
         Raises:
             NotCompiledError: before ``compile``.
             ConfigurationError: arguments that can't work, or inside ``fit``.
-            DataError: data that can't be read or fed, or that can be read only once.
+            DataError: data that can't be read or used, or that can be read only once.
         """
         # Imported here, as below: few programs look for a setting.
         from ipufit.analysis import tuner
@@ -712,11 +718,11 @@ class Model(InspectionMixin):
         ipus: Optional[int] = None,
         seed: Optional[int] = None,
     ) -> BatchSize:
-        """Look for the largest micro-batch that fits into memory, at constant samples per update.
+        """Find the largest micro-batch that fits into memory, at constant samples per update.
 
-        One update is run with each size that divides the effective batch, from ``start`` on, twice
-        as large each time; ``gradient_accumulation`` makes up for the rest. All is put back as it
-        was. On a CPU memory seldom runs out, so look at the rates in ``tried`` too. See
+        One update runs with each size that divides the effective batch, starting from ``start`` and
+        doubling each time; ``gradient_accumulation`` is adjusted. Nothing of the model changes. On
+        a CPU, memory rarely runs out, so look at the rates in ``tried`` too. See
         docs/finding-settings.md.
 
         Args:
@@ -732,9 +738,9 @@ class Model(InspectionMixin):
 
         Raises:
             NotCompiledError: before ``compile``.
-            ConfigurationError: arguments that can't work, inside ``fit``, or not even the smallest
-                one fits.
-            DataError: data that can't be read or fed.
+            ConfigurationError: arguments that can't work, inside ``fit``, or even the smallest size
+                does not fit.
+            DataError: data that can't be read or used.
         """
         from ipufit.analysis import tuner
 
@@ -742,32 +748,34 @@ class Model(InspectionMixin):
         return tuner.find_batch_size(trial, x, y, effective_batch_size, start, ipus, seed)
 
     def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
-        """Write the module's weights to one file; from a callback too.
+        """Write the module's weights to a file; also possible in a callback.
 
-        It holds ``module.state_dict()`` in the format of safetensors:
-        ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. The
-        file appears under its name only when it is complete, so an interrupted write leaves the one
-        that was there.
+        The file has ``module.state_dict()`` in the format of safetensors:
+        ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it without ipufit. It
+        appears under its name only when it is complete, so an interrupted write keeps an existing
+        file.
 
         Args:
-            path: ends with ".safetensors"; its folder exists.
+            path: ends with ".safetensors"; its folder must exist.
 
         Raises:
-            ConfigurationError: the path can't be written, or the state is not all tensors.
+            ConfigurationError: the path can't be written, or the state has values that are not
+                tensors.
         """
         self._write_weights(path, False)
 
     def save(self, path: Union[str, os.PathLike[str]]) -> None:
-        """Write the module's weights to one file that also says what they are of.
+        """Write the module's weights to a file, with information about the module.
 
-        The same file as that of :meth:`save_weights`, with the module's class, the updates made
-        and the versions in its metadata. :func:`ipufit.load` makes a model of it.
+        The file is that of :meth:`save_weights`, with the module's class, the number of updates and
+        the versions in its metadata. :func:`ipufit.load` makes a model from it.
 
         Args:
-            path: ends with ".safetensors"; its folder exists.
+            path: ends with ".safetensors"; its folder must exist.
 
         Raises:
-            ConfigurationError: the path can't be written, or the state is not all tensors.
+            ConfigurationError: the path can't be written, or the state has values that are not
+                tensors.
         """
         self._write_weights(path, True)
 
@@ -783,26 +791,26 @@ class Model(InspectionMixin):
         save_weights(self.module, path, described(self.module, updates) if is_described else None)
 
     def load_weights(self, path: Union[str, os.PathLike[str]], strict: bool = True) -> None:
-        """Read a file of weights into the module's tensors, in place; from a callback too.
+        """Read a file of weights into the module's tensors, in place; also possible in a callback.
 
         Everything is compared before anything is changed.
 
         Args:
-            path: of a safetensors file, or of one ending with ".pt", ".pth" or ".bin" that
-                ``torch.save(module.state_dict(), path)`` wrote: without unpickling anything but
-                tensors, from torch 2.6 on.
-            strict: every name and every dtype must agree; a floating-point dtype may become a wider
-                one. False leaves out what only one side has, and converts dtypes.
+            path: of a safetensors file, or of a file ending with ".pt", ".pth" or ".bin" that
+                ``torch.save(module.state_dict(), path)`` wrote, which needs torch 2.6 or newer and
+                is read without unpickling anything but tensors.
+            strict: all names and dtypes must agree; a floating-point dtype may become a wider one.
+                False ignores names that only one side has, and converts dtypes.
 
         Raises:
-            ConfigurationError: the file can't be read, or does not fit; with all differences.
+            ConfigurationError: the file can't be read, or does not fit; lists all differences.
         """
         from ipufit.core.weights_file import load_weights
 
         load_weights(self.module, path, strict)
 
     def close(self) -> None:
-        """Let go of recorded programs and of the device; ``compile`` starts anew. Safe twice."""
+        """Release recorded programs and the device; ``compile`` starts again. Safe to repeat."""
         self._retire(None)
 
     def _retire(self, successor: Optional[Session]) -> None:
@@ -857,7 +865,7 @@ class Model(InspectionMixin):
 class StepsModel(Model, abc.ABC):
     """Model of a LightningModule, as :meth:`ipufit.Model.from_lightning` makes it.
 
-    What its methods take beyond the data, a batch size and epochs goes by name alone.
+    Arguments other than data, batch size and epochs must be passed by name.
 
     Args:
         module: as for :meth:`ipufit.Model.from_lightning`, which checks it.
@@ -865,8 +873,7 @@ class StepsModel(Model, abc.ABC):
         device: as for :class:`ipufit.Model`.
 
     Attributes:
-        lightning: the LightningModule; ``module`` is another face of it, whose forward is its
-            steps.
+        lightning: the LightningModule; ``module`` wraps it, and has its steps as forward.
     """
 
     lightning: nn.Module
@@ -975,9 +982,9 @@ def load(
     engine: Union[EngineName, Callable[[], Engine]] = "auto",
     device: Union[str, torch.device, None] = None,
 ) -> Model:
-    """A model of the module, with the weights of a file.
+    """Make a model of a module, with the weights of a file.
 
-    A torch module is code, which no file should bring along; so it is made by whoever loads it.
+    A torch module is code, which should not come from a file, so you pass the module.
 
     Args:
         path: of a file of :meth:`ipufit.Model.save` or ``save_weights``, of any safetensors file
@@ -987,7 +994,8 @@ def load(
         device: as for :class:`ipufit.Model`.
 
     Raises:
-        ConfigurationError: the file can't be read, or does not fit the module, which is as before.
+        ConfigurationError: the file can't be read, or does not fit the module, which then does not
+            change.
     """
     model = Model(module, engine, device)
     model.load_weights(path)

@@ -76,12 +76,12 @@ def _refuse_unseen_outputs(session: Session) -> None:
 
 
 def test_on_batch(session: Session, batch: object) -> Dict[str, float]:
-    """Loss and metrics of one batch."""
+    """Compute loss and metrics for one batch."""
     return _measured(session, batch, Mode.EVALUATE, 0)
 
 
 def predict_on_batch(session: Session, batch: object) -> Any:
-    """The module's outputs for one batch."""
+    """Compute the module's outputs for one batch."""
     with _running(session, batch, Mode.PREDICT, 0) as (job, only):
         (outputs,) = job.program.run(only).outputs
         return outputs

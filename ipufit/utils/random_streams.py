@@ -153,23 +153,23 @@ _LIMIT = 2**32
 
 
 def seed_everything(seed: Optional[int] = None) -> int:
-    """Start the global generators of Python, of NumPy if installed, and of torch at one seed.
+    """Seed the global generators of Python, of NumPy if it is installed, and of torch.
 
-    ``fit`` with ``seed=None`` draws its seed from torch's generator, so this fixes it too; what a
-    dataset draws from ``random`` or NumPy in this process is fixed by this alone. Workers of a
-    DataLoader do not inherit these generators: torch starts those of ``random``, NumPy and torch
-    in each worker anew in every epoch (once, with ``persistent_workers``), from a number that in
-    ``fit`` depends on its seed and the epoch. Generators that are objects, such as
-    ``numpy.random.default_rng()``, are not touched.
+    ``fit`` with ``seed=None`` draws its seed from torch's generator, so this fixes it too. Random
+    numbers that a dataset draws from ``random`` or NumPy in this process are only fixed by this
+    function. Workers of a DataLoader do not inherit these generators: in each worker, torch seeds
+    ``random``, NumPy and torch in every epoch (once, with ``persistent_workers``), from a number
+    that in ``fit`` depends on its seed and the epoch. Generator objects, such as
+    ``numpy.random.default_rng()``, are not changed.
 
     Args:
-        seed: from 0 up to, not including, 2 ** 32; None draws one from the operating system.
+        seed: at least 0 and less than 2 ** 32; None draws one from the operating system.
 
     Returns:
-        The seed, to write down or pass to ``fit``.
+        The seed, for example to pass to ``fit``.
 
     Raises:
-        ConfigurationError: it is no integer, or out of range; nothing was seeded.
+        ConfigurationError: it is not an integer, or out of range; nothing was seeded.
     """
     if seed is None:
         seed = random.SystemRandom().randrange(_LIMIT)

@@ -326,7 +326,7 @@ def checked(
 
     Raises:
         ConfigurationError: neither a batch nor an earlier ``fit``.
-        DataError: the batch can't be fed.
+        DataError: the batch can't be used.
     """
     if x is not None:
         form = None if session is None else session.form(Mode.TRAIN)

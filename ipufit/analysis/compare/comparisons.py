@@ -54,7 +54,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     Raises:
         ConfigurationError: arguments that can't work, or an engine whose programs can't be looked
             into.
-        DataError: the batch can't be fed.
+        DataError: the batch can't be used.
     """
     require_one_loss(session, "compare")
     require_single_process(

@@ -23,17 +23,17 @@ _VERDICTS = (UNSUPPORTED, UNKNOWN, LIMITED)
 
 @dataclasses.dataclass(frozen=True)
 class PreflightFinding:
-    """A fact that holds for a place in a model.
+    """A limit of PopTorch at one place of a model.
 
     Attributes:
-        fact: what PopTorch says, where it says it, and the cure.
-        what: the operator, layer, setting or tensor, as the model has it.
-        module: name of the module; "" for the model itself, "loss" for the loss, None where it is
-            of no module.
-        file: of the user's source where the operator or layer was called, or of torch's where a
-            layer of torch's did; None where no line is to blame.
+        fact: PopTorch's statement, its source, and the cure.
+        what: the operator, layer, setting or tensor.
+        module: name of the module; "" for the model itself, "loss" for the loss, None if it belongs
+            to no module.
+        file: source file of the user that calls the operator or layer, or of torch for calls inside
+            torch's layers; None if there is no such line.
         line: in that file.
-        times: how often it was met there.
+        times: how often it occurs there.
     """
 
     fact: Fact
@@ -61,7 +61,7 @@ class PreflightFinding:
 
     @property
     def cure(self) -> str:
-        """The cure; "" where nothing has to be done."""
+        """What to do; "" if nothing has to be done."""
         return self.fact.cure
 
     def as_dict(self) -> Dict[str, object]:
@@ -83,28 +83,27 @@ class PreflightFinding:
 
 
 class PreflightReport(TextReport):
-    """Findings about a model, by PopTorch 3.4's published source and documentation.
+    """Findings about a model, from PopTorch 3.4's published source and documentation.
 
-    No IPU has confirmed any of it. :meth:`ipufit.Model.preflight` returns it, and ``print`` shows
+    Nothing was verified on an IPU. :meth:`ipufit.Model.preflight` returns it, and ``print`` shows
     all findings. See docs/preflight.md.
 
-    A finding has ``what`` it is about, the name of its ``module``, ``file`` and ``line`` where it
-    was called, how many ``times``, its ``verdict``, the ``cure``, and the ``fact``: an object with
-    its ``group``, its ``key``, what PopTorch ``says``, and the ``places`` where it says so.
+    Each finding is a :class:`ipufit.PreflightFinding`, with a
+    :class:`ipufit.engines.ipu.preflight.facts.Fact`.
 
     Args:
         title: class of the module.
         findings: ``ipufit.engines.ipu.preflight.PreflightFinding`` objects, in any order.
-        operators: how many kinds of operators were looked at.
-        stopped: why operators after a certain one could not be looked at; None if all were.
-        warnings: what ``fit`` warns of, on any engine: why the loss teaches little, and what to do.
+        operators: how many kinds of operators were checked.
+        stopped: why operators after a certain one could not be checked; None if all were.
+        warnings: what ``fit`` warns of on any engine: why the loss teaches little, and what to do.
 
     Attributes:
         title: class of the module.
-        operators: how many kinds of operators were looked at.
-        stopped: why operators after a certain one could not be looked at; None if all were.
-        warnings: what ``fit`` warns of, on any engine: why the loss teaches little, and what to do.
-        findings: what is not supported first, then what is unknown, then what has limits.
+        operators: how many kinds of operators were checked.
+        stopped: why operators after a certain one could not be checked; None if all were.
+        warnings: what ``fit`` warns of on any engine: why the loss teaches little, and what to do.
+        findings: unsupported ones first, then unknown ones, then those with limits.
     """
 
     def __init__(
@@ -125,22 +124,22 @@ class PreflightReport(TextReport):
 
     @property
     def ok(self) -> bool:
-        """True if all operators were looked at, and none is unsupported or unknown."""
+        """True if all operators were checked, and none is unsupported or unknown."""
         return not (self.unsupported or self.unknown or self.stopped)
 
     @property
     def unsupported(self) -> Tuple[PreflightFinding, ...]:
-        """Findings that have to be changed."""
+        """Findings for which the model must be changed."""
         return self._of(UNSUPPORTED)
 
     @property
     def unknown(self) -> Tuple[PreflightFinding, ...]:
-        """Findings without any fact, which does not mean that they run."""
+        """Findings that PopTorch's sources do not mention, which may or may not run."""
         return self._of(UNKNOWN)
 
     @property
     def limited(self) -> Tuple[PreflightFinding, ...]:
-        """Findings that run in PopTorch's own way."""
+        """Findings that run with limits or differences."""
         return self._of(LIMITED)
 
     def as_dict(self) -> Dict[str, object]:
