@@ -79,7 +79,7 @@ class IpufitError(Exception):
     Each derives from the built-in exception that a caller may expect, too.
 
     Attributes:
-        is_common: whether all processes of a run raise it, and none waits for another.
+        is_common: whether all processes of a run raise it, so none waits for another.
     """
 
     is_common: bool = False
@@ -90,7 +90,7 @@ class ConfigurationError(IpufitError, ValueError):
 
 
 class PlanError(ConfigurationError):
-    """The batch algebra does not fit together.
+    """The numbers of a plan don't fit together.
 
     Args:
         faults: one line per fault.
@@ -110,32 +110,32 @@ class PlanError(ConfigurationError):
 
 
 class PartitionError(ConfigurationError):
-    """A module can't be divided over IPUs in the way that was asked for."""
+    """A module can't be divided over IPUs in the requested way."""
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A method of ``Model`` has no argument of that name, or not so many by position.
+    """A method of ``Model`` has no argument of that name, or fewer positional arguments.
 
     The message says where the argument belongs.
     """
 
 
 class UnknownNameError(ConfigurationError):
-    """A name that ipufit does not know: of an optimizer, a loss, a metric, a module.
+    """An unknown name of an optimizer, a loss, a metric or a module.
 
     Args:
-        kind: of what it is the name, for the message.
-        name: the name that came.
+        kind: what the name is for, such as "optimizer".
+        name: the unknown name.
         known: the names that are known.
-        hint: a sentence that comes before the advice.
-        is_typo: whether to look for the most similar name.
-        shown: so many similar names are in the message, where there are more than twice as many; 0
-            shows all.
+        hint: a sentence before the advice.
+        is_typo: whether to suggest the most similar name.
+        shown: number of similar names in the message, if there are more than twice as many; 0 shows
+            all.
 
     Attributes:
-        name: the name that came.
+        name: the unknown name.
         known: the names that are known, sorted.
-        nearest: the most similar known name, or None if nothing is near.
+        nearest: the most similar known name, or None if none is similar.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class UnknownNameError(ConfigurationError):
 
 
 class LossError(ConfigurationError):
-    """The loss is not one scalar, or no trainable parameter feeds it."""
+    """The loss is not one scalar, or does not depend on a trainable parameter."""
 
 
 class MetricError(ConfigurationError):
@@ -180,15 +180,15 @@ class NotCompiledError(IpufitError, RuntimeError):
 
 
 class DataError(IpufitError, ValueError):
-    """A batch that cannot be fed to the program. It is raised before the batch is used.
+    """A batch can't be used by the program. It is raised before the batch is used.
 
     Args:
-        message: the whole of it.
+        message: the whole message.
         what: its first part, if it is in parts.
         cure: its last part, if it is in parts.
 
     Attributes:
-        what: the first part of the message, what is wrong; empty where it is not in parts.
+        what: the first part of the message, what is wrong; empty if the message has no parts.
         cure: what to do about it.
     """
 
@@ -206,22 +206,22 @@ class CaptureError(IpufitError, RuntimeError):
         file: of the user's source, or None.
         line: in that file, or None.
         cause: "value", "shape" or None.
-        advice: what only holds for :class:`ipufit.Model`; the end of the message.
-        function: in which the line is, or None.
-        kind: a word for what it is.
+        advice: advice that only applies to :class:`ipufit.Model`; the end of the message.
+        function: function with the line, or None.
+        kind: word for the kind of fault.
         what: the first part of the message, if it is in parts.
         cure: the last part of the message, if it is in parts.
 
     Attributes:
         file: the user's file in which it happened, or None when no user frame was on the stack.
         line: the line in that file.
-        cause: "value" or "shape" where the program would have to know a tensor's values to go on;
-            None for anything else.
+        cause: "value" or "shape" if the recording needs a tensor's values to continue; otherwise
+            None.
         brief: the message without the advice that only holds for :class:`ipufit.Model`.
         function: the function in that file, or None.
-        kind: a word for what it is, such as "branch", as
-            :class:`ipufit.analysis.check.Finding` has it.
-        what: the first part of the message, what is wrong; empty where it is not in parts.
+        kind: word for the kind of fault, such as "branch", as in
+            :class:`ipufit.analysis.check.Finding`.
+        what: the first part of the message, what is wrong; empty if the message has no parts.
         cure: the last part, what to write instead.
     """
 
@@ -258,28 +258,27 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
 
     The weights, buffers and optimizer state are those from before the update named here.
 
-    With ``compile(detect_nan=True)`` it is raised for a gradient or a weight as well. It says
-    where the first such value came from, in one process and on the embedded engine. See
-    docs/diagnosis.md.
+    With ``compile(detect_nan=True)`` it is also raised for a gradient or a weight. With one process
+    and the embedded engine, it says where the first such value came from. See docs/diagnosis.md.
 
     Args:
         message: the text.
         update: index of the weight update, or None.
-        value: the loss that came.
-        found: what is known of the first value that is not finite, or None.
+        value: the loss.
+        found: information about the first value that is not finite, or None.
 
     Attributes:
-        update: index of the weight update, counted from 0 over the life of the compiled model; None
-            when it is another value than the loss of an update.
-        value: the loss that came.
+        update: index of the weight update, counted from 0 since ``compile``; None if the value is
+            not the loss of an update.
+        value: the loss.
         epoch: index of the epoch, set by the training loop.
-        found: all that is known of the first value that is not finite, as a
-            :class:`ipufit.errors.NonFiniteValue`; None where nobody could look.
+        found: information about the first value that is not finite, as a
+            :class:`ipufit.errors.NonFiniteValue`; None if it is not known.
         module: name of the module whose operator made it.
         operator: that operator, such as "aten.log.default".
-        samples: rows of the micro-batch with such a value; () where they can't be told.
+        samples: rows of the micro-batch with such a value; () if they are not known.
         epoch_samples: the same in the order of the epoch, set by the training loop.
-        rows: the same in the data that ``fit`` was given, set there; () where nobody knows.
+        rows: the same as rows of the data, set by ``fit``; () if they are not known.
     """
 
     def __init__(
@@ -306,12 +305,12 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         before: int,
         rows: Callable[[List[int]], List[int]] = lambda places: [],
     ) -> None:
-        """Say where in the epoch it happened.
+        """Set the place in the epoch.
 
         Args:
             epoch: its index.
             before: samples of the epoch before the execution.
-            rows: finds the rows of the data that come at places of the epoch; [] if nobody knows.
+            rows: returns the rows of the data at positions of the epoch; [] if they are not known.
         """
         self.epoch = epoch
         if self.found is None or not self.samples:
@@ -330,13 +329,13 @@ def _first_few(numbers: Sequence[int]) -> str:
 
 
 class ProcessError(IpufitError, RuntimeError):
-    """Another process of the run has gone, has failed, or does not do the same."""
+    """Another process of the run has ended, has failed, or does something else."""
 
 
 class DeviceError(IpufitError, RuntimeError):
-    """The device, or what compiles and runs programs on it, refuses or fails.
+    """The device, or the software that compiles and runs programs on it, fails.
 
-    What PopTorch said is the ``__cause__``.
+    PopTorch's error is the ``__cause__``.
     """
 
 
@@ -348,8 +347,8 @@ class RecoverableDeviceError(DeviceError):
         action: as the attribute.
 
     Attributes:
-        action: what has to be done first, in PopTorch's words: "IPU_RESET", "LINK_RESET",
-            "PARTITION_RESET" or "FULL_RESET".
+        action: required action, in PopTorch's words: "IPU_RESET", "LINK_RESET", "PARTITION_RESET"
+            or "FULL_RESET".
     """
 
     def __init__(self, message: str, action: str) -> None:
@@ -358,17 +357,17 @@ class RecoverableDeviceError(DeviceError):
 
 
 class UnrecoverableDeviceError(DeviceError):
-    """The device failed, and has to be looked at before it is used again."""
+    """The device failed, and must be repaired before it is used again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Shape and range of a tensor that an operator was called with; no error.
+    """Shape and range of a tensor that an operator was called with; not an error.
 
     Attributes:
         shape: its dimensions.
-        minimum: of its finite elements; None where it has none.
-        maximum: of its finite elements; None where it has none.
+        minimum: of its finite elements; None if there are none.
+        maximum: of its finite elements; None if there are none.
         nans: how many elements are NaN.
         infinities: how many elements are infinite.
     """
@@ -391,32 +390,32 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class NonFiniteValue:
-    """Where the first value that is not finite came from, and of which operands; no error.
+    """Origin of the first value that is not finite; not an error.
 
     It is ``found`` of a :class:`ipufit.errors.NonFiniteLossError`.
 
     Attributes:
-        cause: "data" or "weights", if it was there before; "forward" or "backward", if an operator
-            of that pass made it; "accumulation", if the gradients of the micro-batches are finite
-            and their sum is not; "optimizer", if the gradient is finite and the new weights are
-            not; "unknown", if a replay gave other numbers.
+        cause: "data" or "weights", if the inputs were not finite; "forward" or "backward", if an
+            operator of that pass made it; "accumulation", if the gradients of the micro-batches are
+            finite but their sum is not; "optimizer", if the gradient is finite but the new weights
+            are not; "unknown", if the second run gave finite numbers.
         made: "nan" or "inf".
-        replica: whose it is, from 0.
-        micro_batch: of the replica, by its number in the update, from 0; in an evaluation, by its
-            number in the data.
-        micro_batches: how many the update has; 0 in an evaluation.
-        module: name of the module, "" for the user's own and "loss" for the loss; None where
-            nobody knows.
+        replica: number of the replica, from 0.
+        micro_batch: number of the replica's micro-batch in the update, from 0; in an evaluation,
+            its number in the data.
+        micro_batches: number of micro-batches in the update; 0 in an evaluation.
+        module: name of the module, "" for the user's own and "loss" for the loss; None if it is not
+            known.
         kind: class of the module.
         operator: such as "aten.log.default".
         file: of the user's line, or None.
         line: its number, or None.
-        source: what it says.
-        samples: rows of the micro-batch with such a value; () where they can't be told.
-        offset: samples of the execution that come before the micro-batch.
+        source: its text.
+        samples: rows of the micro-batch with such a value; () if they are not known.
+        offset: number of samples of the execution before the micro-batch.
         operands: the floating-point tensors that the operator was called with, each as an
             :class:`ipufit.errors.Operand`.
-        parameter: name of the parameter or buffer whose gradient or value it is, if it is one's.
+        parameter: name of the parameter or buffer whose gradient or value it is, if any.
     """
 
     cause: str
@@ -436,7 +435,7 @@ class NonFiniteValue:
     parameter: Optional[str] = None
 
     def describe(self) -> str:
-        """The whole of it in sentences."""
+        """Describe everything in sentences."""
         if self.cause == "optimizer":
             return (
                 "The gradient was finite, so the value comes from the optimizer's step: check its "

@@ -69,29 +69,28 @@ class Event(NamedTuple):
 class Callback:
     """Base of all callbacks: override the hooks you need. See docs/callbacks.md.
 
-    ``on_*_batch_*`` fire once per execution. Their ``batch`` is, at the beginning, the index of the
-    execution's first update in the epoch (or of its first micro-batch per replica when evaluating
-    and predicting), and at the end that of its last, as in Keras. A parameter of the module read in
-    any hook has its present value. Setting ``self.model.stop_training = True`` ends training with
-    the execution. An error in a hook ends the call, with its own traceback.
+    ``on_*_batch_*`` fire once per execution. Before it, ``batch`` is the index of the execution's
+    first update in the epoch (or of its first micro-batch per replica when evaluating and
+    predicting); after it, that of its last one, as in Keras. In any hook, parameters of the module
+    have their current values. Setting ``self.model.stop_training = True`` ends training after the
+    current execution. An error in a hook ends the call, with its own traceback.
 
     Attributes:
         model: the :class:`ipufit.Model`.
         params: ``epochs``, ``updates`` (per epoch, None if unknown), ``samples``, ``verbose``,
-            ``resumes`` (whether it goes on from a checkpoint), ``metrics`` (the names that
-            ``logs`` of an epoch will have, as far as they are known before it), ``directions``
-            ("min" or "max" for each of them where that is known) and ``adds`` (the names that
-            callbacks say they add).
-        every_updates: asks that an execution ends, and so ``on_train_batch_end`` fires, after every
-            that many updates, counted from the start of ``fit``. None asks for nothing.
-        writes_files: whether it writes files, which a trial run leaves alone.
-        wants_outputs: of the class; whether it reads ``model.outputs``, the outputs of an
-            execution, which are kept for it during ``fit``.
-        monitors: names in ``logs`` that ``on_epoch_end`` can't do without. Where it is certain
-            before training that one of them will be missing, ``fit`` raises
+            ``resumes`` (whether the run resumes from a checkpoint), ``metrics`` (the names in
+            ``logs`` of an epoch, as far as they are known before it), ``directions`` ("min" or
+            "max" for each of them, if it is known) and ``adds`` (names that callbacks add).
+        every_updates: an execution ends, and ``on_train_batch_end`` fires, after every so many
+            updates, counted from the start of ``fit``. None has no effect.
+        writes_files: whether it writes files; a trial run leaves such callbacks out.
+        wants_outputs: of the class; whether it reads ``model.outputs``, the outputs of an execution
+            during ``fit``.
+        monitors: names in ``logs`` that ``on_epoch_end`` needs. If it is certain before training
+            that one of them will be missing, ``fit`` raises
             :class:`ipufit.errors.ConfigurationError`.
-        adds: names that ``on_epoch_end`` puts into ``logs``. None, they are not known, and the
-            check of ``monitors`` is left to the first epoch.
+        adds: names that ``on_epoch_end`` adds to ``logs``. None means that they are not known, so
+            ``monitors`` are checked after the first epoch.
     """
 
     # A new event is one more hook here: name, arguments, and when it fires as the first line of its
@@ -104,10 +103,10 @@ class Callback:
 
     @property
     def only_reports(self) -> bool:
-        """True if, of several processes, the first one alone calls the callback.
+        """True if, of several processes, only the first one calls the callback.
 
-        All it does is then to tell others, by files or messages. By default, whether it writes
-        files.
+        This is right for a callback that only reports, by files or messages. By default, it is true
+        if the callback writes files.
         """
         return self.writes_files
 
@@ -161,8 +160,8 @@ class Callback:
 
         Args:
             epoch: its index, from 0.
-            logs: its values by name, those of the validation with ``val_``. It is one dict for all
-                callbacks, in their order; what one of them adds to it is in the history too.
+            logs: its values by name, those of the validation with ``val_``. All callbacks get the
+                same dict, in their order; values that they add are in the history too.
         """
 
     def on_train_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
@@ -189,13 +188,13 @@ class Callback:
             error: what ``fit`` raises if no callback returns True.
 
         Returns:
-            True to end training here as if ``stop_training`` had been set; the epoch's "loss" is
-            then the value that came.
+            True to end training here, as if ``stop_training`` had been set; the epoch's "loss" is
+            then the value that is not finite.
         """
         return False
 
     def state_dict(self) -> object:
-        """Return the state that a checkpoint keeps, so that a resumed ``fit`` ends like another.
+        """Return the state that a checkpoint keeps, so that a resumed ``fit`` has the same results.
 
         Returns:
             Dicts, lists, tuples, strings, numbers, tensors and None; None for nothing, the default.
@@ -203,10 +202,10 @@ class Callback:
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there: after ``on_train_begin`` of the ``fit`` that resumes.
+        """Restore a state: after ``on_train_begin`` of the ``fit`` that resumes.
 
-        In the middle of an epoch ``on_epoch_begin`` has been called again before. Not called where
-        the state is None.
+        In the middle of an epoch, ``on_epoch_begin`` has been called again before. It is not called
+        if the state is None.
 
         Args:
             state: what :meth:`state_dict` returned when the checkpoint was written.
@@ -216,7 +215,7 @@ class Callback:
         )
 
     def close(self) -> None:
-        """Let go of files and threads: last of all, also after an error in any hook; safe twice."""
+        """Release files and threads: after all other hooks, also after an error. Safe to repeat."""
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
         """Before an evaluation, validation included.

@@ -25,19 +25,19 @@ _ENDS = {"close", *(event.hook for event in EVENTS.values() if event.is_end_of_r
 
 
 class CallbackList:
-    """Several callbacks as one: calls every callback's hook, in order.
+    """Several callbacks as one, whose hooks are called in order.
 
-    ``fit`` makes its own; only a loop by hand needs another one.
+    ``fit`` creates its own; only a hand-written loop needs one.
 
     Args:
         callbacks: the callbacks, in their order.
-        model: what every callback gets as its ``model``.
-        params: what every callback is told of the run, its attribute of that name.
+        model: the ``model`` of every callback.
+        params: the ``params`` of every callback.
 
     Attributes:
         callbacks: the callbacks.
-        model: what every callback has as its ``model``.
-        params: what every callback is told of the run.
+        model: the ``model`` of every callback.
+        params: the ``params`` of every callback.
 
     Raises:
         ConfigurationError: an element is not a callback.
@@ -56,11 +56,11 @@ class CallbackList:
 
     @property
     def wants_outputs(self) -> bool:
-        """True if a callback looks at the outputs of training executions."""
+        """True if a callback reads the outputs of training executions."""
         return any(callback.wants_outputs for callback in self.callbacks)
 
     def show_outputs(self, outputs: List[Any]) -> None:
-        """Let the callbacks that want them find the outputs of an execution in the model.
+        """Set ``model.outputs`` for callbacks that read the outputs of an execution.
 
         Args:
             outputs: what the module returned, for each micro-batch.
@@ -69,11 +69,11 @@ class CallbackList:
             self.model.outputs = outputs
 
     def call(self, hook: str, *args: object) -> bool:
-        """Call one hook, such as "on_epoch_end", of every callback; whether any answered True.
+        """Call one hook, such as "on_epoch_end", of every callback; True if any returned True.
 
-        An error of one callback is raised at once, except from a hook that ends something: there
-        the others get their turn first. ``on_train_end`` is for those whose ``on_train_begin``
-        has returned.
+        An error of a callback is raised at once, except in a hook that ends something: then the
+        others are called first. ``on_train_end`` is only called for callbacks whose
+        ``on_train_begin`` has returned.
 
         Args:
             hook: name of the method of :class:`ipufit.callbacks.Callback`.
@@ -94,10 +94,10 @@ class CallbackList:
         return answer
 
     def check_monitors(self) -> None:
-        """Find out before training which callback waits for a value that nobody will give.
+        """Check before training that the values that callbacks need will exist.
 
         Raises:
-            ConfigurationError: naming the callback, the value and the values that there are.
+            ConfigurationError: names the callback, the value and the existing values.
         """
         available = self.params.get("metrics")
         if available is None:

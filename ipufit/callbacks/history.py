@@ -110,7 +110,7 @@ def improves(value: float, best: Optional[float], direction: str, min_delta: flo
         value: the new one.
         best: the best before; None where there is none, which any number beats.
         direction: "min" or "max".
-        min_delta: an improvement by no more than this is none.
+        min_delta: smallest improvement that counts.
     """
     if best is None:
         return not math.isnan(value)

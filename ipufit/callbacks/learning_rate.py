@@ -43,17 +43,18 @@ def log_rates(optimizer: Optimizer, logs: Dict[str, float]) -> None:
 class LearningRateScheduler(Callback):
     """Sets the learning rate at the beginning of every epoch, as Keras does.
 
-    Of several parameter groups, each gets what the schedule makes of its own rate.
-    ``logs["learning_rate"]`` is the rate of the epoch; of several groups, the first one's, and
-    ``learning_rate_1`` and so on are the others'.
+    The schedule is called for each parameter group with the rate of the group.
+    ``logs["learning_rate"]`` is the rate of the epoch for the first group; ``learning_rate_1`` and
+    so on are those of the others.
 
     Args:
-        schedule: ``schedule(epoch, rate)`` or ``schedule(epoch)``, with the epoch's index and its
-            present rate; returns the rate.
-        verbose: 1 to say what is done.
+        schedule: ``schedule(epoch, rate)`` or ``schedule(epoch)``, with the epoch's index and the
+            current rate; returns the new rate.
+        verbose: 1 to print a message.
 
     Raises:
-        ConfigurationError: the schedule can't be called so; or, in training, it returns no rate.
+        ConfigurationError: the schedule can't be called in this way; or, in training, it does not
+            return a rate.
     """
 
     adds: Tuple[str, ...] = ("learning_rate",)
@@ -82,7 +83,7 @@ class LearningRateScheduler(Callback):
             say(f"epoch {epoch + 1}: LearningRateScheduler sets the learning rate to {shown}")
 
     def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, float]] = None) -> None:
-        """Put the learning rates of the epoch into ``logs``."""
+        """Add the learning rates of the epoch to ``logs``."""
         if logs is not None:
             log_rates(self.model.optimizer, logs)
 
@@ -114,26 +115,26 @@ def _refusal(schedule: object) -> ConfigurationError:
 class ReduceLROnPlateau(Monitor):
     """Multiplies the learning rate when a value has not improved for some epochs, as Keras does.
 
-    The rate of every parameter group is multiplied, so that their ratios stay, down to ``min_lr``.
-    ``logs["learning_rate"]`` is the rate that the epoch was trained with; of several groups, the
-    first one's, and ``learning_rate_1`` and so on are the others'.
+    The rate of every parameter group is multiplied, which keeps their ratios, down to ``min_lr``.
+    ``logs["learning_rate"]`` is the rate of the epoch for the first group; ``learning_rate_1`` and
+    so on are those of the others.
 
     Args:
         monitor: name of the value.
-        factor: what the rate is multiplied with, between 0 and 1.
-        patience: epochs without improvement before that; 0 and 1 are alike.
-        verbose: 1 to say what is done.
-        mode: "min", "max", or "auto": as the metric says; an error if it does not.
-        min_delta: an improvement by no more than this is none.
-        cooldown: epochs after a reduction in which none counts as one without improvement.
-        min_lr: a rate is not made smaller than this.
+        factor: factor for the rate, between 0 and 1.
+        patience: epochs without improvement before a reduction; 0 means the same as 1.
+        verbose: 1 to print a message.
+        mode: "min", "max", or "auto", as the metric declares; an error if it declares nothing.
+        min_delta: smallest improvement that counts.
+        cooldown: epochs after a reduction that do not count for the patience.
+        min_lr: smallest rate.
 
     Attributes:
         best: the best value, or None.
         wait: epochs without improvement so far.
 
     Raises:
-        ConfigurationError: an argument can't work; or, in training, there is no such value.
+        ConfigurationError: an argument can't work; or, in training, the value does not exist.
     """
 
     adds: Tuple[str, ...] = ("learning_rate",)
@@ -173,7 +174,7 @@ class ReduceLROnPlateau(Monitor):
         self._forget()
 
     def state_dict(self) -> Dict[str, object]:
-        """The best value, and how long it has been the best."""
+        """Return the best value, and the epochs since then."""
         return {**super().state_dict(), "wait": self.wait, "cooling": self._cooling}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -182,7 +183,7 @@ class ReduceLROnPlateau(Monitor):
         self.wait, self._cooling = stored(state, "wait", int), stored(state, "cooling", int)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, float]] = None) -> None:
-        """Compare, and lower the rate if it is time."""
+        """Compare, and reduce the rate if it is time."""
         logs = {} if logs is None else logs
         log_rates(self.model.optimizer, logs)
         current = self._current(logs)

@@ -135,19 +135,19 @@ class UpdateLogger(Callback):
 
 
 class CSVLogger(Callback):
-    """Writes one row an epoch: its index, and its values in alphabetical order.
+    """Writes one row for each epoch: its index, and its values in alphabetical order.
 
-    The columns are those that are known before training; should a later epoch have another value,
-    the file is written again with one more column. A value that an epoch has not is "NA".
+    The columns are those that are known before training; if a later epoch has a new value, the file
+    is written again with one more column. A missing value is "NA".
 
     Args:
-        filename: of the table; its folder is made.
+        filename: of the table; its folder is created.
         separator: between the columns, one character.
-        append: go on with a table that is there; False replaces it.
+        append: continue an existing table; False overwrites it.
 
     Raises:
         ConfigurationError: an argument can't work; or, in training, the file can't be written, or
-            is another table.
+            is a table of something else.
     """
 
     adds: Tuple[str, ...] = ()
@@ -172,7 +172,7 @@ class CSVLogger(Callback):
         self._rows = 0
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Open the table, or begin one."""
+        """Open the table, or create it."""
         _check_file(self, self.filename)
         self._columns = ["epoch"]
         rows = self._read() if self.append or self.params.get("resumes") else []
@@ -180,14 +180,14 @@ class CSVLogger(Callback):
         self._rewrite([*self._columns, *sorted(metrics)], rows)
 
     def state_dict(self) -> Dict[str, object]:
-        """How many rows the table has."""
+        """Return the number of rows in the table."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take out the rows that came later: they come again.
+        """Remove rows that were written later, because they will be written again.
 
         Raises:
-            ConfigurationError: there are fewer.
+            ConfigurationError: the table has fewer rows.
         """
         rows = self._read()
         kept = stored(state, "rows", int)
@@ -237,17 +237,17 @@ class CSVLogger(Callback):
 
 
 class JSONLinesLogger(UpdateLogger):
-    """Writes one line of JSON an epoch, and one every so many updates if asked to.
+    """Writes one line of JSON for each epoch, and, if requested, one every so many updates.
 
     A line has "event" ("epoch" or "update"), "epoch" (its index), "update" (how many were done
     since ``fit`` began) and the values: those of the epoch, or their means so far. Values that are
     not finite are the strings "NaN", "Infinity" and "-Infinity".
 
     Args:
-        filename: of the file; its folder is made.
-        append: go on with a file that is there; False replaces it.
-        every_updates: write a line after every that many updates, counted from the start of
-            ``fit``; None writes epochs only.
+        filename: of the file; its folder is created.
+        append: continue an existing file; False overwrites it.
+        every_updates: write a line after every so many updates, counted from the start of ``fit``;
+            None only writes epochs.
 
     Raises:
         ConfigurationError: an argument can't work; or, in training, the file can't be written.
@@ -284,18 +284,18 @@ class JSONLinesLogger(UpdateLogger):
         self._opened.flush()
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Open the file, to append to it where it is to be kept."""
+        """Open the file, and keep its lines if they should stay."""
         super().on_train_begin(logs)
         _check_file(self, self.filename)
         mode = "a" if self.append or self.params.get("resumes") else "w"
         self._file = open(self.filename, mode, encoding="utf-8")  # noqa: SIM115
 
     def state_dict(self) -> Dict[str, object]:
-        """How long the file is, and how many updates there were."""
+        """Return the length of the file, and the number of updates."""
         return {**super().state_dict(), "size": self._size()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take out the lines that came later: they come again.
+        """Remove lines that were written later, because they will be written again.
 
         Raises:
             ConfigurationError: the file is shorter.
@@ -306,7 +306,7 @@ class JSONLinesLogger(UpdateLogger):
         super().load_state_dict(state)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Write the line of an update, if one is due."""
+        """Write the line of an update, if it is time."""
         if self._count.end_execution(batch, self.every_updates):
             self._write("update", {} if logs is None else logs)
 
@@ -324,13 +324,13 @@ class JSONLinesLogger(UpdateLogger):
 class RemoteMonitor(Callback):
     """Sends a POST request with the index and the values of every epoch, as JSON.
 
-    A server that does not answer, or refuses, is warned of; training goes on.
+    If the server does not answer, or refuses, there is a warning, and training continues.
 
     Args:
         root: address of the server, "http://..." or "https://...".
-        path: where to send to.
-        field: name of the form's field that holds the JSON.
-        headers: a dict of further headers.
+        path: on the server.
+        field: name of the form field for the JSON.
+        headers: a dict of additional headers.
         send_as_json: send the JSON itself instead of a form.
         timeout: seconds to wait for an answer.
 
@@ -364,11 +364,11 @@ class RemoteMonitor(Callback):
 
     @property
     def only_reports(self) -> bool:
-        """True, so that of several processes the first one alone sends."""
+        """True, so that only the first of several processes sends."""
         return True
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Send the epoch's values, and warn where that fails."""
+        """Send the epoch's values, and warn if that fails."""
         text = _to_json_line({"epoch": epoch, **(logs or {})})
         headers: Dict[str, str] = {}
         if self.send_as_json:
@@ -389,18 +389,18 @@ class RemoteMonitor(Callback):
 
 
 class TensorBoard(UpdateLogger):
-    """Writes scalars under the names that Keras gives them, and histograms of the weights.
+    """Writes scalars with Keras' names, and histograms of the weights, for TensorBoard.
 
-    Into ``train`` and ``validation`` under ``log_dir``: ``epoch_<name>`` over the epochs, the
-    learning rate among them; ``batch_<name>`` over the updates since ``fit`` began, the means of
-    the epoch so far; and of every evaluation ``evaluation_<name>_vs_iterations`` over the updates
-    that this object has seen.
+    In ``train`` and ``validation`` under ``log_dir``: ``epoch_<name>`` for each epoch, including
+    the learning rate; ``batch_<name>`` for updates since ``fit`` began, as means of the epoch so
+    far; and for every evaluation ``evaluation_<name>_vs_iterations`` over all updates with this
+    object.
 
     Args:
         log_dir: the folder.
-        histogram_freq: write histograms of all parameters every that many epochs; 0 never.
-        update_freq: "epoch"; "batch" for every execution too; or a number: every that many
-            updates too, for which executions are cut.
+        histogram_freq: write histograms of all parameters every so many epochs; 0 for never.
+        update_freq: "epoch"; "batch" to also write after every execution; or a number to also write
+            after every so many updates, where an execution then ends.
 
     Raises:
         ConfigurationError: an argument can't work, or the package tensorboard is not installed
@@ -436,7 +436,7 @@ class TensorBoard(UpdateLogger):
         self._writers[part].flush()
 
     def state_dict(self) -> Dict[str, object]:
-        """Return how many updates this fit, and all fits so far, have made."""
+        """Return the number of updates in this fit, and in all fits so far."""
         return {**super().state_dict(), "seen": self._updates_seen}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -445,13 +445,13 @@ class TensorBoard(UpdateLogger):
         self._earlier = stored(state, "seen", int) - self._count.done
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Write the means so far, if they are due."""
+        """Write the means so far, if it is time."""
         due = self._count.end_execution(batch, self.every_updates)
         if due or self.update_freq == "batch":
             self._write("train", "batch_{}", means(logs), self._count.done)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Write the epoch's values, and histograms of the weights where it is their turn."""
+        """Write the epoch's values, and histograms of the weights if it is time."""
         train: Dict[str, float] = {}
         held_out: Dict[str, float] = {}
         for name, value in (logs or {}).items():
@@ -498,35 +498,33 @@ class _Tracker:
 
 
 class ExperimentLogger(UpdateLogger):
-    """Hands values to an experiment tracker: a logger of Lightning's, W&B, MLflow, Comet, ...
+    """Passes values to an experiment tracker: a Lightning logger, W&B, MLflow, Comet, ...
 
-    The values of an epoch, with its learning rates, have the names that they have in the history;
-    those of updates, the means of the epoch so far, are ``batch_<name>``; those of an ``evaluate``
-    of its own are ``evaluation_<name>``. Each comes with "epoch", the index, but for those of
-    ``evaluate``. The step is the number of weight updates in all fits that this object has seen.
+    The values of an epoch, with its learning rates, have the names of the history; values of
+    updates, which are means of the epoch so far, are ``batch_<name>``; values of a separate
+    ``evaluate`` are ``evaluation_<name>``. All except those of ``evaluate`` come with "epoch", the
+    index. The step is the number of weight updates in all fits with this object.
 
-    Before the first epoch of the first ``fit`` the tracker is told what the run is made with: what
-    ``History.params`` has, the optimizer and its learning rates, and the ``hparams`` of a
-    LightningModule.
+    Before the first epoch of the first ``fit``, settings are logged: ``History.params``, the
+    optimizer and its learning rates, and the ``hparams`` of a LightningModule.
 
-    The tracker stays yours: begin its run before ``fit`` and end it afterwards. Only loggers of
-    Lightning's are told how ``fit`` ended. What a tracker raises ends training. Of several
-    processes the first one tells it; ``fast_dev_run`` leaves it alone.
+    Start the tracker's run before ``fit`` and end it afterwards. Only Lightning's loggers get the
+    result of ``fit``. An error of a tracker ends training. With several processes, the first one
+    logs; ``fast_dev_run`` logs nothing.
 
     Args:
         logger: one of
 
-            - a logger of Lightning's, whatever it writes to (``log_metrics``,
-              ``log_hyperparams``, ``save``, ``finalize``);
-            - the module ``mlflow``, or an experiment of Comet's (``log_metrics``, ``log_params`` or
+            - any Lightning logger (``log_metrics``, ``log_hyperparams``, ``save``, ``finalize``);
+            - the module ``mlflow``, or a Comet experiment (``log_metrics``, ``log_params`` or
               ``log_parameters``);
-            - a run of W&B's, or the module ``wandb`` (``log``, ``config``);
-            - a tracker of Accelerate's (``log``, ``store_init_configuration``);
+            - a W&B run, or the module ``wandb`` (``log``, ``config``);
+            - an Accelerate tracker (``log``, ``store_init_configuration``);
             - a function of the values, a dict of floats by name, and the step.
-        every_updates: log after every that many updates too, counted from the start of ``fit``;
-            None logs epochs only.
-        log_params: whether to tell what the run is made with; None does so unless ``fit`` goes on
-            from a checkpoint, whose run has been told.
+        every_updates: also log after every so many updates, counted from the start of ``fit``; None
+            only logs epochs.
+        log_params: whether to log the settings; None logs them unless ``fit`` resumes from a
+            checkpoint.
 
     Raises:
         ConfigurationError: an argument can't work.
@@ -548,7 +546,7 @@ class ExperimentLogger(UpdateLogger):
         self._handled: Optional[BaseException] = None
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Say what the run is made with."""
+        """Log the settings of the run."""
         super().on_train_begin(logs)
         wanted = not self.params.get("resumes") if self.log_params is None else self.log_params
         if wanted and not self._told and self._tracker.describe is not None:
@@ -564,7 +562,7 @@ class ExperimentLogger(UpdateLogger):
         return params
 
     def state_dict(self) -> Dict[str, object]:
-        """Return how many updates there were over all fits."""
+        """Return the number of updates in all fits."""
         return {**super().state_dict(), "earlier": self._earlier}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -577,7 +575,7 @@ class ExperimentLogger(UpdateLogger):
         self._tracker.log({**named, **others}, self._updates_seen)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Log the means so far, if they are due."""
+        """Log the means so far, if it is time."""
         if self._count.end_execution(batch, self.every_updates):
             self._log("batch_{}", means(logs), epoch=self._count.epoch)
 
@@ -588,12 +586,12 @@ class ExperimentLogger(UpdateLogger):
         self._log("{}", values, epoch=epoch)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Log an evaluation; one of ``fit`` belongs to its epoch."""
+        """Log an evaluation, unless it is a validation of ``fit``."""
         if not self._fits:
             self._log("evaluation_{}", logs or {})
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Tell the tracker whether training succeeded or failed."""
+        """Report to the tracker whether training succeeded or failed."""
         self._fits = False
         handled, self._handled = self._handled, None
         if self._tracker.end is not None:

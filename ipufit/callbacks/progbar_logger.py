@@ -28,20 +28,20 @@ _ROWS = 10  # finished epochs that a notebook shows
 
 
 class ProgbarLogger(Callback):
-    """A bar that counts updates, whatever ``device_iterations`` is, or one line an epoch.
+    """Progress bar that counts updates, for any ``device_iterations``, or one line for each epoch.
 
     ``verbose`` of ``fit``, ``evaluate`` and ``predict`` adds it. It shows loss and metrics so far,
-    the time left and samples per second, from the first execution on and then ten times a second,
-    and a validation on a line of its own; values that have no room in a line go to the next one.
-    What stays is one line an epoch, with the values of its end. Time spent on recording the program
-    is reported apart; neither it nor validation counts into the rate.
+    the time left and samples per second, after the first execution and then ten times a second, and
+    validation on a separate line; values that do not fit into a line are on the next one. One line
+    for each epoch stays, with the final values. The time for recording the program is shown
+    separately; the rate includes neither recording nor validation.
 
     Args:
-        verbose: 1 for a bar, 2 for one line an epoch, an evaluation or a prediction, "rich" for a
-            bar by the package of that name.
+        verbose: 1 for a bar, 2 for one line for each epoch, evaluation or prediction, "rich" for a
+            bar drawn by the package rich.
 
     Raises:
-        ConfigurationError: ``verbose`` is something else.
+        ConfigurationError: another value of ``verbose``.
     """
 
     def __init__(self, verbose: Progress = 1) -> None:
@@ -100,7 +100,7 @@ class ProgbarLogger(Callback):
         self._shown_by().keep(bar.title, bar.count, {**_shown(logs), **bar.rate})
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Say how long the recording took, if something was recorded."""
+        """Print how long recording took, if something was recorded."""
         self._training = True
         if self._has_recorded:
             seconds = float(self.model.capture_seconds) - self._first_captured
@@ -116,7 +116,7 @@ class ProgbarLogger(Callback):
         self._advance(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Finish the epoch's bar by its line."""
+        """Replace the epoch's bar by its line."""
         self._keep(logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
@@ -124,7 +124,7 @@ class ProgbarLogger(Callback):
         self._training = False
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Open a bar, which is below that of the epoch for the validation inside fit."""
+        """Open a bar; for validation in ``fit``, it is below the bar of the epoch."""
         if self._training:
             self._open("validation", self.params.get("validation_updates"))
         else:
@@ -135,7 +135,7 @@ class ProgbarLogger(Callback):
         self._advance(batch, logs)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Finish the bar; an evaluation leaves its line, and a validation that of its epoch."""
+        """Replace the bar by the line of the evaluation, or remove that of a validation."""
         if self._training:
             self._bars.pop()
         else:
@@ -150,7 +150,7 @@ class ProgbarLogger(Callback):
         self._advance(batch, None)
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Finish the bar by the line of the prediction."""
+        """Replace the bar by the line of the prediction."""
         self._keep(None)
 
     def close(self) -> None:

@@ -99,28 +99,28 @@ class Monitor(Callback):
 class EarlyStopping(Monitor):
     """Ends training when a value has not improved for some epochs, as Keras does.
 
-    An epoch in which the value is absent, such as one without validation, is no epoch to this
-    callback. NaN is never an improvement.
+    Epochs without the value, such as those without validation, are ignored. NaN is never an
+    improvement.
 
     Args:
         monitor: name of the value.
-        min_delta: an improvement by no more than this is none.
-        patience: epochs without improvement after which training ends; 0 and 1 are alike.
-        verbose: 1 to say what is done.
-        mode: "min", "max", or "auto": as the metric says; an error if it does not.
-        baseline: improvements count against the patience until one is better than this.
-        restore_best_weights: put the module's parameters and buffers of the best epoch back when
-            training ends, also when it reached the last epoch or failed.
-        start_from_epoch: index of the first epoch to look at.
+        min_delta: smallest improvement that counts.
+        patience: epochs without improvement after which training ends; 0 means the same as 1.
+        verbose: 1 to print a message.
+        mode: "min", "max", or "auto", as the metric declares; an error if it declares nothing.
+        baseline: an epoch counts as an improvement for the patience only if it is better than this.
+        restore_best_weights: restore the module's parameters and buffers of the best epoch when
+            training ends, also after the last epoch or an error.
+        start_from_epoch: index of the first epoch that counts.
 
     Attributes:
         best: the best value, or None.
         best_epoch: its epoch, or None.
-        stopped_epoch: the epoch that this callback made the last one, or None.
+        stopped_epoch: the epoch after which this callback ended training, or None.
         wait: epochs without improvement so far.
 
     Raises:
-        ConfigurationError: an argument can't work; or, in training, there is no such value.
+        ConfigurationError: an argument can't work; or, in training, the value does not exist.
     """
 
     adds: Tuple[str, ...] = ()
@@ -161,7 +161,7 @@ class EarlyStopping(Monitor):
         self._forget()
 
     def state_dict(self) -> Dict[str, object]:
-        """The best value, the patience that is left, and the best weights if they are kept."""
+        """Return the best value, the remaining patience, and the best weights if they are kept."""
         names = ("wait", "best_epoch", "stopped_epoch")
         progress = {name: getattr(self, name) for name in names}
         snapshot = None if self._snapshot is None else self._snapshot.state_dict()
@@ -197,7 +197,7 @@ class EarlyStopping(Monitor):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Put the weights of the best epoch back, if they are to be restored."""
+        """Restore the weights of the best epoch, if requested."""
         if self.stopped_epoch is not None and self.verbose:
             say(
                 f"epoch {self.stopped_epoch + 1}: EarlyStopping ends training because "
@@ -211,15 +211,15 @@ class EarlyStopping(Monitor):
 
 
 class TerminateOnNaN(Callback):
-    """Ends training, instead of an error, when the loss is NaN or infinite.
+    """Ends training regularly, instead of with an error, when the loss is NaN or infinite.
 
-    ``fit`` finds such a loss before its update and raises ``NonFiniteLossError``. With this
-    callback it ends as if a callback had asked it to stop: the weights are those from before that
-    update, and the epoch's "loss" is the value that came. It also ends with an epoch in which
-    another value, such as ``val_loss``, is not finite.
+    ``fit`` detects such a loss before its update and raises ``NonFiniteLossError``. With this
+    callback, training stops instead: the weights are those from before that update, and the epoch's
+    "loss" is NaN or infinite. Training also ends after an epoch in which another value, such as
+    ``val_loss``, is not finite.
 
     Args:
-        raise_error: True raises instead, also for the other values.
+        raise_error: True raises the error, also for other values.
 
     Raises:
         ConfigurationError: ``raise_error`` is neither True nor False.
@@ -233,7 +233,7 @@ class TerminateOnNaN(Callback):
         self.raise_error: bool = one_of(self, "raise_error", raise_error, (True, False))
 
     def on_non_finite(self, error: NonFiniteLossError) -> bool:
-        """Say that the loss is not finite, and that this is the end."""
+        """Print that the loss is not finite, and end training."""
         if self.raise_error:
             return False
         say(f"TerminateOnNaN ends training: {error}")
@@ -241,13 +241,13 @@ class TerminateOnNaN(Callback):
         return True
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Look at the mean so far, which may overflow where no loss does."""
+        """Check the mean so far, which may overflow even if no loss does."""
         loss = (logs or {}).get("loss", 0.0)
         if not math.isfinite(loss):
             self._end("loss", loss, f"batch {batch}")
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Look at every value of the epoch."""
+        """Check every value of the epoch."""
         for name, value in (logs or {}).items():
             if not math.isfinite(value) and not self.model.stop_training:
                 self._end(name, value, f"epoch {epoch + 1}")
@@ -268,19 +268,19 @@ TimedStage = Literal["train", "validate", "evaluate", "predict"]
 
 
 class Timer(Callback):
-    """Measures each stage, and ends training when its time is up.
+    """Measures the time of each stage, and ends training when a time limit is reached.
 
-    The time of training is that since the first epoch began, validation included and recording
-    left out. It is looked at after every execution and every epoch, so training ends with the
-    execution in which it ran out.
+    The time of training starts with the first epoch, and includes validation but not recording. It
+    is checked after every execution and every epoch, so training ends after the execution in which
+    the limit is reached.
 
     Args:
         duration: seconds, a ``datetime.timedelta``, or "days:hours:minutes:seconds" such as
             "00:12:00:00"; None only measures.
-        verbose: 1 to say that the time is up.
+        verbose: 1 to print a message when the limit is reached.
 
     Raises:
-        ConfigurationError: the duration is none.
+        ConfigurationError: the duration is not valid.
     """
 
     adds: Tuple[str, ...] = ()
@@ -297,7 +297,7 @@ class Timer(Callback):
         self._since: Dict[TimedStage, float] = {}
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
-        """Seconds spent on a stage: of the last ``fit``, its validation, or the last inference.
+        """Return the seconds of the last ``fit``, its validation, or the last inference.
 
         Args:
             stage: "train", "validate", "evaluate" or "predict".
@@ -307,7 +307,7 @@ class Timer(Callback):
         return self._spent[stage] + running
 
     def time_remaining(self) -> Optional[float]:
-        """Seconds left for training, not below 0; None without a duration."""
+        """Return the seconds left for training, at least 0; None without a duration."""
         if self.duration is None:
             return None
         return max(0.0, self.duration - self.time_elapsed())
@@ -340,16 +340,16 @@ class Timer(Callback):
         return {stage: self.time_elapsed(stage) for stage in ("train", "validate")}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on counting from the seconds that :meth:`state_dict` returned."""
+        """Continue from the seconds that :meth:`state_dict` returned."""
         for stage in ("train", "validate"):
             self._spent[stage] = stored(state, stage, float)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """End training if the time is up."""
+        """End training if the limit is reached."""
         self._look()
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """End training if the validation has used up the time."""
+        """End training if the limit was reached in the validation."""
         self._look()
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
@@ -373,7 +373,7 @@ class Timer(Callback):
         self._end("predict")
 
     def close(self) -> None:
-        """Stop every clock that an error has left running."""
+        """Stop clocks that are still running after an error."""
         for stage in [*self._since]:
             self._end(stage)
 

@@ -19,33 +19,32 @@ __all__ = ["ModelCheckpoint", "SwapEMAWeights"]
 
 
 class ModelCheckpoint(Monitor):
-    """Writes the module's weights as a safetensors file, each complete or not at all.
+    """Writes the module's weights to safetensors files, which are never half-written.
 
     The files are those of :meth:`ipufit.Model.save_weights`.
 
     Args:
         filepath: ends with ".safetensors"; may have fields such as ``{epoch:02d}`` (counted from
             1), ``{val_loss:.2f}``, and with a number as ``save_freq`` ``{batch}``, the number of
-            updates in the epoch. Folders are made. A file that has the name already is replaced.
+            updates in the epoch. Folders are created. An existing file is overwritten.
         monitor: name of the value for ``save_best_only``.
-        verbose: 1 to say what is done.
+        verbose: 1 to print a message.
         save_best_only: write only when the value is the best so far, over all fits.
-        save_weights_only: True; checkpoints of the whole training are those of
-            ``fit(checkpoint=...)``, so False is refused.
-        mode: "min", "max", or "auto": as the metric says; an error if it does not.
-        save_freq: "epoch", or a number of weight updates: executions are cut so that the file
-            holds the weights after exactly that many, counted from the start of ``fit``. Values
-            are then the means of the epoch so far, and there is none of validation.
-        initial_value_threshold: the value to beat at first; None takes the first value that comes.
-        keep: how many of the files that this object has written are kept, the latest ones; None
-            keeps all.
+        save_weights_only: must be True: for checkpoints of the whole training, use
+            ``fit(checkpoint=...)``.
+        mode: "min", "max", or "auto", as the metric declares; an error if it declares nothing.
+        save_freq: "epoch", or a number of weight updates: an execution ends there, so the file has
+            the weights after exactly so many updates, counted from the start of ``fit``. Values are
+            then the means of the epoch so far, without validation.
+        initial_value_threshold: value that the first file must improve on; None accepts any.
+        keep: how many of the latest files of this object are kept; None keeps all.
 
     Attributes:
         best: the best value so far, or None.
-        files: paths of the files that it has written and kept, oldest first.
+        files: paths of the files that it has written and not removed, oldest first.
 
     Raises:
-        ConfigurationError: an argument can't work; or, in training, there is no such value.
+        ConfigurationError: an argument can't work; or, in training, the value does not exist.
     """
 
     adds: Tuple[str, ...] = ()
@@ -133,7 +132,7 @@ class ModelCheckpoint(Monitor):
         return super()._find_direction() if self.save_best_only else "min"
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Make the folder, so that a path that can't be written is known before any work."""
+        """Create the folder, to detect a path that can't be written before any work."""
         super().on_train_begin(logs)
         self._count = UpdateCount()
         folder = os.path.dirname(self.filepath)
@@ -152,7 +151,7 @@ class ModelCheckpoint(Monitor):
             ) from error
 
     def state_dict(self) -> Dict[str, object]:
-        """The best value, the files written, and how many updates there were."""
+        """Return the best value, the files, and the number of updates."""
         progress = {"files": list(self.files), "count": self._count.state_dict()}
         return {**super().state_dict(), **progress}
 
@@ -160,7 +159,7 @@ class ModelCheckpoint(Monitor):
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: it names files that this object can't have written, and must not remove.
+            ValueError: it names files that this object can't have written.
         """
         files = [str(file) for file in stored(state, "files", list)]
         foreign = [file for file in files if not self._own_path().fullmatch(file)]
@@ -175,12 +174,12 @@ class ModelCheckpoint(Monitor):
         self._count.begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Write when the updates of ``save_freq`` are done."""
+        """Write a file after the updates of ``save_freq``."""
         if self._count.end_execution(batch, self.every_updates):
             self._consider(self._count.epoch, {"batch": batch + 1, **dict(logs or {})})
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Write if an epoch is the unit."""
+        """Write a file if ``save_freq`` is "epoch"."""
         if self.every_updates is None:
             self._consider(epoch, dict(logs or {}))
 
@@ -216,15 +215,14 @@ class ModelCheckpoint(Monitor):
 
 
 class SwapEMAWeights(Callback):
-    """Exchanges the weights for their exponential moving average while ``fit`` validates.
+    """Evaluates with the exponential moving average of the weights in ``fit``.
 
-    The model must have been compiled with such an average. It belongs into ``fit``, where the
-    averages are; when a ``fit`` has ended, they are the weights, and there is nothing to exchange.
-    In an ``evaluate`` or ``predict`` outside of it this callback is refused. It calls
-    :meth:`ipufit.Model.swap_ema_weights`; after an error, too, the weights are the trained ones.
+    The model must be compiled with ``ema``. The callback is for ``fit``; a separate ``evaluate`` or
+    ``predict`` refuses it, because after ``fit`` the averages are the weights. It calls
+    :meth:`ipufit.Model.swap_ema_weights`, and restores the trained weights, also after an error.
 
     Args:
-        swap_on_epoch: the average is in the model at the end of an epoch too, for the callbacks
+        swap_on_epoch: also have the averages in the model at the end of an epoch, for the callbacks
             after this one, such as ModelCheckpoint, until the next epoch begins or training ends.
 
     Raises:
@@ -244,34 +242,34 @@ class SwapEMAWeights(Callback):
             self._swapped = averaged
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Put the trained weights back before the epoch trains them."""
+        """Restore the trained weights before the epoch."""
         self._swap(False)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Show the average to the callbacks that follow."""
+        """Put the averages into the module for the callbacks after this one."""
         if self.swap_on_epoch:
             self._swap(True)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Put the trained weights back into the module."""
+        """Restore the trained weights."""
         self._swap(False)
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Put the averaged weights into the module for the evaluation."""
+        """Put the averages into the module for the evaluation."""
         self._swap(True)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Go on with the trained weights."""
+        """Restore the trained weights."""
         self._swap(False)
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Put the averaged weights into the module for the prediction."""
+        """Put the averages into the module for the prediction."""
         self._swap(True)
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Go on with the trained weights."""
+        """Restore the trained weights."""
         self._swap(False)
 
     def close(self) -> None:
-        """Put the trained weights back after an error too."""
+        """Restore the trained weights, also after an error."""
         self._swap(False)

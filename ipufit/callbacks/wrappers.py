@@ -16,26 +16,26 @@ __all__ = ["Asynchronous", "LambdaCallback"]
 
 
 class Asynchronous(Callback):
-    """Runs the batch hooks of a callback in a thread, while the next execution is in flight.
+    """Runs the batch hooks of a callback in a thread, while the next execution runs.
 
-    They run in order, each once, with a copy of the logs of the very moment that they name. Every
-    other hook waits for them and then runs in the calling thread, so that nothing is late at the
-    end of an epoch. ``stop_training`` set in a batch hook takes effect with a later execution, at
-    the latest at the end of the epoch. An error in one ends training: it is raised, with its own
-    traceback, when the next hook is due, and hooks that are still waiting are not run.
+    Each hook runs once, in order, with a copy of the logs of its execution. All other hooks wait
+    for them and then run in the calling thread, so nothing is late at the end of an epoch.
+    ``stop_training`` set in a batch hook takes effect after a later execution, at the latest at the
+    end of the epoch. An error in a batch hook ends training: it is raised, with its own traceback,
+    at the next hook, and pending hooks are skipped.
 
-    The callback must not read or change weights or the optimizer in a batch hook, where they
-    change under its hands.
+    In a batch hook, the callback must not read or change weights or the optimizer, because the next
+    execution changes them at the same time.
 
     Args:
-        callback: whose batch hooks are slow.
-        max_pending: so many hooks may wait; training waits for the callback when there are more.
+        callback: a callback with slow batch hooks.
+        max_pending: largest number of pending hooks; training waits if there are more.
 
     Attributes:
-        callback: the one that is wrapped.
+        callback: the wrapped callback.
 
     Raises:
-        ConfigurationError: it is no callback, or needs the state of the execution that it names.
+        ConfigurationError: it is not a callback, or needs the state of its execution.
     """
 
     def __init__(self, callback: Callback, max_pending: int = 64) -> None:
@@ -100,29 +100,29 @@ class Asynchronous(Callback):
             self._raise_error()
 
     def set_model(self, model: Any) -> None:
-        """Hand the model to the callback as well."""
+        """Pass the model to the callback."""
         super().set_model(model)
         self.callback.set_model(model)
 
     def set_params(self, params: Dict[str, Any]) -> None:
-        """Hand the parameters of the run to the callback as well."""
+        """Pass the parameters of the run to the callback."""
         super().set_params(params)
         self.callback.set_params(params)
 
     def state_dict(self) -> object:
-        """Return the callback's state, when nothing waits any more."""
+        """Return the callback's state, after all pending hooks."""
         return self._now("state_dict")
 
     def load_state_dict(self, state: object) -> None:
-        """Restore the callback's state, when nothing waits any more."""
+        """Restore the callback's state, after all pending hooks."""
         self._now("load_state_dict", state)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Call the hook when nothing waits any more, also after an error."""
+        """Call the hook after all pending hooks, also after an error."""
         self._at_last("on_train_end", logs)
 
     def close(self) -> None:
-        """Close the callback when nothing waits any more, and end the thread."""
+        """Close the callback after all pending hooks, and end the thread."""
         try:
             self._at_last("close")
         finally:
@@ -185,7 +185,7 @@ class LambdaCallback(Callback):
         on_train_batch_begin: ``(batch, logs)``.
         on_train_batch_end: ``(batch, logs)``.
         hooks: functions for the other hooks of :class:`ipufit.callbacks.Callback` by name, with
-            their arguments; that for ``on_non_finite`` returns whether training is to end here.
+            their arguments; the one for ``on_non_finite`` returns whether training should end.
 
     Raises:
         ConfigurationError: one of them can't be called.

@@ -31,7 +31,7 @@ class Checkpoint(SettingsRepr):
         keep: how many of the latest checkpoints are kept, in addition to the best one.
         monitor: name of the epoch's value that determines the best checkpoint; None keeps no best
             one.
-        mode: "min", "max", or "auto": as the metric says; an error if it does not.
+        mode: "min", "max", or "auto", as the metric declares; an error if it declares nothing.
         resume: "auto" continues from the latest checkpoint in the folder, at the exact update, or
             starts a new run if there is none; a path continues from that checkpoint. Model, data
             and arguments must be those of the run that wrote it.

@@ -194,7 +194,7 @@ class EagerFallback:
 
         Args:
             mode: purpose of the program.
-            module: the user's.
+            module: the user's module.
             may_help: tells by the error of a recording whether the module itself may run.
             prepare: builds and prepares it; lets go of it where that fails.
         """
@@ -216,7 +216,7 @@ class EagerFallback:
         Args:
             error: that ended the recording.
             mode: purpose of the program.
-            module: the user's.
+            module: the user's module.
             form: of the micro-batches that can't be recorded; None for all of the purpose.
             shapes: of the form, in words.
 

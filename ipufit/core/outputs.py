@@ -46,7 +46,7 @@ def drop_ignored_outputs(module: nn.Module, outputs: tree.Tree) -> tree.Tree:
     ``config.keys_to_ignore_at_inference``; its own Trainer leaves them out too.
 
     Args:
-        module: the user's.
+        module: the user's module.
         outputs: what it returned; anything but a mapping stays as it is.
     """
     names = getattr(getattr(module, "config", None), "keys_to_ignore_at_inference", None)

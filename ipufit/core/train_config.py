@@ -82,7 +82,7 @@ class HyperparameterSchedule(Protocol):
         """Move on where settings change at epoch ends."""
 
     def advance_to(self, updates: int, epochs: int, in_run: Tuple[int, int]) -> None:
-        """Bring a schedule that has not begun to where it is after so many updates and epochs."""
+        """Advance a schedule that has not begun to its state after so many updates and epochs."""
 
     def snapshot(self) -> Any:
         """Copy everything, the optimizer's settings included."""

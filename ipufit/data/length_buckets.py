@@ -42,41 +42,39 @@ class _Samples(Sized, Protocol):
 
 
 class LengthBuckets(Sampler[List[int]]):
-    """Batches of samples of like length, each padded to one of a few lengths.
+    """Batch sampler for samples of similar length, which are padded to one of a few lengths.
 
-    A batch sampler for torch's DataLoader, whose ``pad`` is the ``collate_fn``:
-    ``DataLoader(dataset, batch_sampler=buckets, collate_fn=buckets.pad)``. Every sample comes once
-    in an epoch; the order is drawn from torch's generator as torch's own samplers draw theirs, so
-    that in ``fit`` it depends on seed and epoch alone. Batches are full but for the last one of the
-    epoch, and what does not fill a batch goes into one of the next longer bucket, so there are no
-    more shapes than ``max_recordings``. See docs/data.md.
+    Its method ``pad`` is the ``collate_fn``: ``DataLoader(dataset, batch_sampler=buckets,
+    collate_fn=buckets.pad)``. Every sample comes once in an epoch. The order is drawn from torch's
+    generator, as by torch's own samplers, so in ``fit`` it depends only on seed and epoch. All
+    batches except the last one of the epoch are full: samples that do not fill a batch move to the
+    next longer bucket, so there are at most ``max_recordings`` shapes. See docs/data.md.
 
     Args:
         dataset: samples by index, with ``__len__``: tensors, (inputs, target), dicts, the outputs
             of tokenizers of Hugging Face, or lists of numbers.
         batch_size: samples of a batch.
-        lengths: of all samples, a sequence of integers; or a function of a sample; or the name of
-            an entry, which is a length itself, or whose first dimension counts. None takes that of
-            the inputs, of a dict "input_ids" or the first entry that has one. All but a sequence
-            read every sample once.
-        boundaries: the lengths to pad to, growing; the last one is at least the longest sample's.
-            None chooses those with the least padding.
-        max_recordings: shapes of batches at most, that of a smaller last one included; 8 where
-            neither this nor ``boundaries`` is given.
+        lengths: a sequence with the length of every sample; a function of a sample; or the name of
+            an entry that is a length, or whose first dimension is the length. None uses the inputs,
+            in a dict "input_ids" or the first entry with a length. All except a sequence read every
+            sample once.
+        boundaries: the lengths to pad to, in ascending order; the last one is at least the length
+            of the longest sample. None chooses those with the least padding.
+        max_recordings: largest number of batch shapes, including that of a smaller last batch; 8 if
+            ``boundaries`` is not set either.
         multiple_of: chosen boundaries are multiples of it.
-        pad: what is put where a sample has nothing: a number, or one for each entry by name, or by
-            place in a tuple; or a tokenizer, for its pad token and its side. Entries that are named
-            "attention_mask" and the like, and targets of whole numbers, have their usual padding,
-            which is -100 for targets. An entry is padded if its size differs between the shortest
-            and the longest sample.
-        mask: name under which the inputs get a mask that is True where a sample has data; inputs
-            that are no dict get it as a further argument. "attention_mask" is added to "input_ids"
-            in any case, in whole numbers.
-        shuffle: whether every epoch has an order of its own.
+        pad: value for padding: a number, or one for each entry by name, or by position in a tuple;
+            or a tokenizer, for its pad token and side. Entries such as "attention_mask", and
+            targets of whole numbers, have their usual padding, which is -100 for targets. An entry
+            is padded if its size differs between the shortest and the longest sample.
+        mask: name of a mask in the inputs that is True where a sample has data; inputs that are not
+            a dict get it as an additional argument. If there are "input_ids", "attention_mask" is
+            always added, in whole numbers.
+        shuffle: whether every epoch has another order.
 
     Attributes:
         batch_size: samples of a batch.
-        shuffle: whether every epoch has an order of its own.
+        shuffle: whether every epoch has another order.
         boundaries: lengths that batches are padded to.
         padding: share of the elements of an epoch that are padding, from 0 to 1.
         pad: makes a batch of a list of samples.
@@ -84,8 +82,8 @@ class LengthBuckets(Sampler[List[int]]):
         drop_last: False.
 
     Raises:
-        ConfigurationError: arguments that can't work; all of them.
-        DataError: samples without lengths, or of other forms.
+        ConfigurationError: arguments that can't work; with every fault.
+        DataError: samples without lengths, or with different structures.
     """
 
     drop_last: bool = False

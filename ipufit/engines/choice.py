@@ -17,11 +17,11 @@ _VARIABLE = "IPUFIT_ENGINE"
 
 @dataclasses.dataclass(frozen=True)
 class EngineStatus:
-    """An engine's name, and whether it can run here.
+    """Name of an engine, and whether it can run here.
 
     Attributes:
-        name: as ``Model(engine=...)`` takes it.
-        available: whether it can.
+        name: as for ``Model(engine=...)``.
+        available: whether it can run here.
         reason: why, or why not.
     """
 

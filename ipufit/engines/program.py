@@ -221,7 +221,7 @@ class Recordings:
     """Forms of micro-batches for which a program was recorded, or compiled.
 
     Args:
-        most: how many there may be.
+        most: largest number of forms.
 
     Attributes:
         forms: the seconds that each took, 0 where an earlier program had recorded it.
@@ -300,12 +300,13 @@ def in_words(forms: Sequence[Form]) -> List[str]:
 class Program(abc.ABC):
     """A whole training, evaluation or prediction step, ready to run.
 
-    The first six members are what every program has; all others have a default, which is right for
-    a program without that ability.
+    Every program has the first six members; all others have defaults for programs without that
+    feature.
 
     Attributes:
         popvision: folder of the profile that the program writes for PopVision; None for none.
-        recordings: forms of micro-batches that the program was recorded for; None where it is not.
+        recordings: forms of micro-batches that the program was recorded for; None if it is not
+            recorded.
     """
 
     popvision: Optional[str] = None
@@ -314,16 +315,16 @@ class Program(abc.ABC):
     @property
     @abc.abstractmethod
     def updates(self) -> int:
-        """Weight updates done since ``compile``, skipped ones included."""
+        """Number of weight updates since ``compile``, including skipped ones."""
 
     @abc.abstractmethod
     def prepare(self, example: MicroBatch) -> Prepared:
-        """Build for micro-batches like ``example`` without computing anything on its values.
+        """Build the program for micro-batches like ``example``, without using its values.
 
-        Called again, it takes over what has been changed in the module or the optimizer since.
+        A second call takes changes of the module or the optimizer into account.
 
         Args:
-            example: a micro-batch, of which shapes and dtypes count.
+            example: a micro-batch, of which only shapes and dtypes matter.
         """
 
     @abc.abstractmethod
@@ -334,7 +335,8 @@ class Program(abc.ABC):
             batch: the micro-batches of all its updates, or of its device iterations.
 
         Raises:
-            NonFiniteLossError: when training; the state is that before the update named in it.
+            NonFiniteLossError: in training; the state is that before the update that the error
+                names.
         """
 
     @abc.abstractmethod
@@ -346,15 +348,15 @@ class Program(abc.ABC):
         """Continue from another state, which is on the host.
 
         Args:
-            state: what :meth:`read_state` of a program has returned.
+            state: result of :meth:`read_state` of a program.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Hand weights and optimizer state back to the user, free the device; safe twice."""
+        """Return weights and optimizer state to the user, free the device. Safe to repeat."""
 
     def publish(self) -> None:
-        """Bring the state of the spec's optimizer up to date; nothing where it lives there."""
+        """Update the state of the spec's optimizer, unless the program works on it."""
 
     def swap_averages(self) -> None:
         """Exchange the trained weights and their moving averages, or exchange them back."""
@@ -363,63 +365,63 @@ class Program(abc.ABC):
         """Make the moving averages the weights, at the end of training."""
 
     def expect(self, updates: int) -> None:
-        """Learn before the first execution how many updates ``fit`` is to make.
+        """Get the number of updates of ``fit``, before the first execution.
 
         Args:
             updates: how many.
         """
 
     def stage(self, batch: CombinedBatch) -> CombinedBatch:
-        """Move a batch that is to run later to where it will be read; called from any thread.
+        """Move a batch that will run later to the place where it is read; called from any thread.
 
         Args:
             batch: of one execution.
 
         Returns:
-            The batch to run in place of this one.
+            The batch to run instead of this one.
         """
         return batch
 
     def share_buffers(self) -> None:
-        """Give the module in all processes the buffers of the first replica of all.
+        """Give the modules of all processes the buffers of the first replica.
 
         All processes call this at the same time.
         """
 
     def gather_optimizer(self) -> None:
-        """Make the state of the spec's optimizer whole, where it lies in parts.
+        """Gather the state of the spec's optimizer if it is divided.
 
         All processes call this at the same time.
         """
 
     def gather_weights(self) -> None:
-        """Bring the module's weights up to date, where they lie in parts.
+        """Update the module's weights if they are divided.
 
         All processes call this at the same time.
         """
 
     def enter_eval(self) -> None:
-        """Let an optimizer that has weights for evaluation put them into the module.
+        """Put an optimizer's separate weights for evaluation into the module.
 
         They stay there until the next execution.
         """
 
     def fail(self, action: Optional[str]) -> None:
-        """Raise the error that a failing device would raise, where the program has a device.
+        """Raise the error of a failing device, if the program has a device.
 
         Args:
-            action: what lets the device run again; None if nothing does.
+            action: action after which the device can run again; None if there is none.
         """
 
     def profile(self, batch: MicroBatch) -> Optional[Dict[str, Any]]:
-        """Time the operators of a micro-batch; nothing is trained by it.
+        """Time the operators of a micro-batch, without training.
 
         Args:
             batch: the micro-batch.
 
         Returns:
-            The values that ``ipufit/report/files.py`` describes; None where single operators can't
-            be timed.
+            The values that ``ipufit/report/files.py`` describes; None if single operators can't be
+            timed.
         """
         return None
 
@@ -432,7 +434,7 @@ class Program(abc.ABC):
         Args:
             batch: the micro-batch.
             reference: as for :meth:`ipufit.Model.compare`.
-            tolerance: what values may differ by.
+            tolerance: accepted difference of values.
         """
         raise NotImplementedError(f"{type(self).__name__} compares no operators")
 
@@ -450,7 +452,7 @@ class ForwardingProgram(Program):
 
     @property
     def updates(self) -> int:
-        """Weight updates done since ``compile``, skipped ones included."""
+        """Number of weight updates since ``compile``, including skipped ones."""
         return self._program.updates
 
     def prepare(self, example: MicroBatch) -> Prepared:
@@ -494,7 +496,7 @@ class ForwardingProgram(Program):
         return self._program.stage(batch)
 
     def share_buffers(self) -> None:
-        """Give the module in all processes the buffers of the first replica of all."""
+        """Give the modules of all processes the buffers of the first replica."""
         self._program.share_buffers()
 
     def gather_optimizer(self) -> None:
@@ -506,7 +508,7 @@ class ForwardingProgram(Program):
         self._program.gather_weights()
 
     def enter_eval(self) -> None:
-        """Let an optimizer that has weights for evaluation put them into the module."""
+        """Put an optimizer's separate weights for evaluation into the module."""
         self._program.enter_eval()
 
     def fail(self, action: Optional[str]) -> None:
@@ -523,25 +525,24 @@ class ForwardingProgram(Program):
 
 
 class Engine(abc.ABC):
-    """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
+    """Builds programs. An engine belongs to one compiled model and may keep its recordings.
 
-    An engine needs a name and :meth:`build`; all other methods have a default, which is right for
-    an engine without that ability. :class:`ipufit.testing.EagerEngine` is a short one to copy. One
-    that adds to another engine derives from it and wraps what ``build`` returns in a
+    An engine needs a name and :meth:`build`; all other methods have defaults for engines without
+    that feature. :class:`ipufit.testing.EagerEngine` is a short example to copy. To extend another
+    engine, derive from it and wrap the result of ``build`` in an
     ``ipufit.engines.program.ForwardingProgram``.
 
     Attributes:
-        name: for reports, errors and checkpoints; the same in all processes of a run. An engine
-            whose name ipufit does not know is taken for the embedded one where effects of an
-            IPUConfig are told.
+        name: for reports, errors and checkpoints; the same in all processes of a run. For an
+            unknown name, the effects of an IPUConfig are those on the embedded engine.
         seconds: time spent on recording so far, in seconds.
-        clock: is told what the engine's time goes to; set for the time of a ``fit``.
-        announce: is entered while the engine records or compiles; set for the time of a call that
-            shows its progress.
-        takes_options: True if the options of ``poptorch=`` mean something.
+        clock: measures parts of the engine's time; set during ``fit``.
+        announce: context that is entered while the engine records or compiles; set during calls
+            that show progress.
+        takes_options: True if the options of ``poptorch=`` have an effect.
         mixes_shapes: False if the micro-batches of one update must have the same shapes.
         recordings: forms of micro-batches that the last training program was compiled for, if the
-            engine has counted them.
+            engine counts them.
     """
 
     name: str
@@ -553,17 +554,17 @@ class Engine(abc.ABC):
     recordings: Optional[Recordings] = None
 
     def start_recordings(self, most: int) -> Recordings:
-        """Begin to count the forms of micro-batches that a training program is compiled for.
+        """Start counting the forms of micro-batches that a training program is compiled for.
 
         Args:
-            most: how many there may be.
+            most: largest number of forms.
         """
         self.recordings = Recordings(most)
         return self.recordings
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time of the block as spent on recording or compiling."""
+        """Count the time of the block as recording or compiling."""
         # Of a block within a block, the outer one counts.
         before, start = self.seconds, time.perf_counter()
         try:
@@ -574,24 +575,24 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Count the time of the block, and have it shown that something is recorded or compiled."""
+        """Count the time of the block, and show that something is recorded or compiled."""
         with self.announce(), self.timed():
             yield
 
     @abc.abstractmethod
     def build(self, spec: ProgramSpec) -> Program:
-        """Return a program for the spec; a training program owns the weights until its close.
+        """Return a program for the spec; a training program owns the weights until it is closed.
 
         Args:
             spec: an ``ipufit.engines.program.ProgramSpec``: module, loss, optimizer, plan and mode.
         """
 
     def can_run_eagerly(self, config: TrainConfig, error: Exception) -> bool:
-        """Tell whether the module itself may run where its program could not be prepared.
+        """Return True if the module itself may run because its program could not be prepared.
 
         Args:
             config: as for :meth:`check`.
-            error: that ended the preparation.
+            error: the error in the preparation.
         """
         return False
 
@@ -604,22 +605,22 @@ class Engine(abc.ABC):
         options: Mapping[str, Any],
         partitions: Partitions,
     ) -> None:
-        """Refuse at ``compile`` what the engine can't do.
+        """Refuse arguments of ``compile`` that the engine does not support.
 
         Args:
-            module: the user's.
-            optimizer: of torch, or None.
+            module: the user's module.
+            optimizer: torch's optimizer, or None.
             loss: in normal form.
-            config: how an update is made, an ``ipufit.core.train_config.TrainConfig``.
-            options: settings of the engine's own, by the argument of ``compile``.
-            partitions: how the module lies on the IPUs of a replica.
+            config: how an update is computed, an ``ipufit.core.train_config.TrainConfig``.
+            options: the engine's own settings, by the argument of ``compile``.
+            partitions: how the module is divided over the IPUs of a replica.
 
         Raises:
-            ConfigurationError: naming it; several faults as one error.
+            ConfigurationError: names the argument; several faults are one error.
         """
 
     def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
-        """Describe what is particular about how training runs, in sentences.
+        """Describe in sentences how training runs on this engine.
 
         Args:
             config: as for :meth:`check`.
@@ -629,13 +630,13 @@ class Engine(abc.ABC):
 
     @property
     def way(self) -> Optional[str]:
-        """The value of ``jit`` that stands for how training runs; None before it is known."""
+        """Value of ``jit`` for the way in which training runs; None before it is known."""
         return None
 
     def options_of(self, config: Any) -> Optional[Dict[str, Any]]:
-        """Return the options that an IPUConfig asks for, by the argument of ``compile``.
+        """Return the options for an IPUConfig, by the argument of ``compile``.
 
-        None is for an engine on which arguments of ``compile`` stand for them.
+        An engine without own options returns None.
 
         Args:
             config: an :class:`ipufit.IPUConfig`.
@@ -643,37 +644,37 @@ class Engine(abc.ABC):
         return None
 
     def computes_on_host(self, module: nn.Module) -> bool:
-        """Return True if programs of the module take the time of this computer's own cores.
+        """Return True if programs of the module run on this computer's CPU.
 
         Args:
-            module: the user's.
+            module: the user's module.
         """
         return False
 
     def choices(self) -> Optional[Dict[str, str]]:
-        """Return what the engine has measured to be fastest, by name, for a checkpoint."""
+        """Return the engine's measured choices, by name, for a checkpoint."""
         return None
 
     def prefer(self, choices: Mapping[str, str]) -> None:
-        """Choose what another run has measured, so that a run that goes on computes alike.
+        """Use the choices of an earlier run, so that a resumed run computes the same.
 
         Args:
-            choices: what :meth:`choices` returned there.
+            choices: result of :meth:`choices` in that run.
         """
 
     def beside(self) -> Optional[Engine]:
-        """Return an engine for a trial, which runs the very programs that this one has recorded.
+        """Return an engine for a trial that runs the recorded programs of this one.
 
-        Its programs have :meth:`ipufit.engines.Program.compare`. None where there is none.
+        Its programs have :meth:`ipufit.engines.Program.compare`. None if there is no such engine.
         """
         return None
 
     def gather_optimizer(self) -> None:
-        """Make the optimizer's state whole between programs.
+        """Gather the optimizer's state between programs.
 
-        It does what :meth:`ipufit.engines.Program.gather_optimizer` does while there is one. All
+        It does what :meth:`ipufit.engines.Program.gather_optimizer` does for a program. All
         processes call this at the same time.
         """
 
     def close(self) -> None:
-        """Let go of what is recorded: the model is compiled anew or closed; safe twice."""
+        """Release recordings: the model is compiled again or closed. Safe to repeat."""

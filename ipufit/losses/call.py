@@ -28,19 +28,19 @@ OUTPUT, TARGET = "output", "target"
 
 
 class Call:
-    """A loss, with the names of what it is called with.
+    """A loss with the names of its arguments.
 
-    The names are those of the module's outputs (keys of a dict, fields of a dataclass or named
-    tuple, attributes; ``output_0`` and so on of a tuple, ``output`` of one tensor) and those of the
-    batch: its fields, inputs and targets alike, or ``target`` and the names of forward's parameters
-    where it is ``(inputs, target)``. Of the same name among both, the output is meant.
+    Arguments come from the module's outputs (keys of a dict, fields of a dataclass or named tuple,
+    attributes; ``output_0`` and so on for a tuple, ``output`` for one tensor) and from the batch:
+    its fields, inputs and targets alike, or ``target`` and the names of forward's parameters for a
+    batch ``(inputs, target)``. If an output and a field have the same name, the output is used.
 
     Args:
-        loss: an ``nn.Module``, such a class that takes no arguments, or a callable: returns a
+        loss: an ``nn.Module``, a class of modules without arguments, or a callable; it returns a
             number, or one value per sample, which are averaged.
-        names: by the loss's parameter, where its argument is found. A parameter without a default
-            that is left out has the argument of its own name; one that is called like a prediction
-            or a target, such as ``input`` or ``labels``, the only output or the target.
+        names: for each parameter of the loss, the name of its argument. A parameter without a
+            default that is left out gets the value of its own name; if there is none, parameters
+            such as ``input`` get the only output, and parameters such as ``labels`` the target.
     """
 
     def __init__(self, loss: object, /, **names: str) -> None:

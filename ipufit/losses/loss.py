@@ -211,7 +211,7 @@ class Loss:
         """Call what makes of a batch the outputs, or what :meth:`split` takes apart.
 
         Args:
-            module: the user's.
+            module: the user's module.
             args, kwargs: of a batch.
         """
         return module(*args, **kwargs)

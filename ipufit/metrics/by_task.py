@@ -251,10 +251,11 @@ class Thresholded(Classification):
 
 @dataclasses.dataclass(frozen=True)
 class Precision(Thresholded):
-    """Share of true positives among all that is predicted to be positive.
+    """Share of true positives among all positive predictions.
 
-    Of class indices the mean over classes; else over all elements whose probability is above the
-    threshold, as ``keras.metrics.Precision``. The name "precision" stands for the defaults.
+    For class indices, it is the mean over classes; otherwise it counts all elements whose
+    probability is above the threshold, as in ``keras.metrics.Precision``. The name "precision"
+    stands for the defaults.
 
     Args:
         task: "binary", "multiclass" or "multilabel"; None reads it from the first micro-batch:
@@ -278,7 +279,7 @@ class Precision(Thresholded):
 
 @dataclasses.dataclass(frozen=True)
 class Recall(Thresholded):
-    """Share of true positives among all that is positive; "recall" stands for the defaults.
+    """Share of true positives among all positive targets; "recall" stands for the defaults.
 
     Otherwise it is like :class:`ipufit.metrics.Precision`.
 
@@ -299,11 +300,11 @@ class Recall(Thresholded):
 
 @dataclasses.dataclass(frozen=True)
 class F1Score(Thresholded):
-    """Harmonic mean of precision and recall, of several classes their mean.
+    """Harmonic mean of precision and recall; with several classes, the mean over classes.
 
-    Where prediction and target have one shape and several columns, the largest of each is the
-    class, as ``keras.metrics.F1Score(average="macro")`` takes it. A class that is neither predicted
-    nor in the targets is left out of a macro mean. The names "f1_score" and "f1" stand for the
+    If prediction and target have the same shape and several columns, the largest column is the
+    class, as in ``keras.metrics.F1Score(average="macro")``. A class that is neither predicted nor
+    in the targets is left out of a macro mean. The names "f1_score" and "f1" stand for the
     defaults.
 
     Args:
@@ -351,7 +352,7 @@ class FBetaScore(F1Score):
 
 @dataclasses.dataclass(frozen=True)
 class AUC(Classification):
-    """Area under the ROC curve, by thresholds that lie evenly between 0 and 1, as in Keras.
+    """Area under the ROC curve, at evenly spaced thresholds between 0 and 1, as in Keras.
 
     The name "auc" stands for the defaults.
 
@@ -464,9 +465,9 @@ class R2Score(_Regression):
 class PearsonCorrelation(_Regression):
     """Correlation of prediction and target.
 
-    Of several outputs it is that within each sample, and the mean over samples, as
-    ``keras.metrics.PearsonCorrelation``; of one output it is the correlation over all samples. The
-    name "pearson_correlation" stands for it.
+    With several outputs, it is computed within each sample and averaged over samples, as in
+    ``keras.metrics.PearsonCorrelation``; with one output, it is the correlation over all samples.
+    The name "pearson_correlation" stands for it.
     """
 
     name: ClassVar[str] = "pearson_correlation"
@@ -500,9 +501,9 @@ class PearsonCorrelation(_Regression):
 class ConcordanceCorrelation(PearsonCorrelation):
     """Correlation that also counts differences in mean and scale.
 
-    Of several outputs it is the mean over samples, as ``keras.metrics.ConcordanceCorrelation``;
-    otherwise it is like :class:`ipufit.metrics.PearsonCorrelation`. The name
-    "concordance_correlation" stands for it.
+    With several outputs, it is the mean over samples, as in
+    ``keras.metrics.ConcordanceCorrelation``; otherwise it is like
+    :class:`ipufit.metrics.PearsonCorrelation`. The name "concordance_correlation" stands for it.
     """
 
     name: ClassVar[str] = "concordance_correlation"

@@ -27,11 +27,11 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: of the polynomial of the Newton-Schulz iteration.
         eps: added to the norm that an update is divided by.
         ns_steps: of that iteration.
-        adjust_lr_fn: how the rate depends on a matrix' shape: "original" (None), or
-            "match_rms_adamw", under which a rate of AdamW can be taken over.
+        adjust_lr_fn: how the rate depends on the shape of a matrix: "original" (None), or
+            "match_rms_adamw", which works with learning rates of AdamW.
 
     Raises:
-        OptimizerError: a parameter is no matrix.
+        OptimizerError: a parameter is not a matrix.
     """
 
     def __init__(

@@ -34,15 +34,16 @@ _REST = "*"
 class MultiOptimizer(torch.optim.Optimizer):
     """Several torch optimizers that make one update together.
 
-    Their parameter groups are its own, in a row, and they share one state with it: whoever sets a
-    learning rate or stores the state sees one optimizer.
+    It has all their parameter groups and shares their state, so code that sets a learning rate or
+    saves the state sees one optimizer.
 
     Args:
         optimizers: by name, over disjoint parameters.
 
     Attributes:
         optimizers: as passed.
-        choice: says which parameters which of them has, where ipufit has chosen; else empty.
+        choice: text that says which parameters each of them has, if ipufit has chosen; otherwise
+            empty.
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -86,7 +87,7 @@ class MultiOptimizer(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:  # type: ignore[override]
-        """Make the step of every optimizer.
+        """Call the step of every optimizer.
 
         Args:
             closure: computes the loss again; called once, before all of them.

@@ -113,18 +113,18 @@ def torch_state(
 def to_poptorch(
     optimizer: torch.optim.Optimizer, target: PoptorchOptimizer, module: nn.Module
 ) -> None:
-    """Let an optimizer of PopTorch go on where torch's stands.
+    """Copy the state of a torch optimizer to a PopTorch optimizer.
 
-    Settings such as the learning rate are the target's own. A program that is compiled already
-    gets the state with its next run.
+    Settings such as the learning rate do not change. A compiled program gets the state with its
+    next run.
 
     Args:
         optimizer: of ``torch.optim``, or ``ipufit.optim.LAMB``, over parameters of the module.
         target: of the same kind, of ``poptorch.optim`` or ``ipufit.poptorch.optim``.
-        module: what PopTorch is given to train: the names on the device are its names.
+        module: the module that PopTorch trains; its names are the names on the device.
 
     Raises:
-        OptimizerError: a device has no such optimizer, or the two are not of one kind.
+        OptimizerError: a device has no such optimizer, or the two are of different kinds.
     """
     _kind(optimizer, target)
     load_device_state(target, device_state(optimizer, _owned(optimizer, module), zeros=False))
@@ -136,17 +136,18 @@ def from_poptorch(
     module: nn.Module,
     updates: int = 0,
 ) -> None:
-    """Let torch's optimizer go on where one of PopTorch's stands.
+    """Copy the state of a PopTorch optimizer to a torch optimizer.
 
     Args:
         source: of ``poptorch.optim`` or ``ipufit.poptorch.optim``.
         optimizer: of the same kind, of ``torch.optim``, or ``ipufit.optim.LAMB``, over parameters
             of the module; its settings are its own.
-        module: what PopTorch has trained.
-        updates: made so far, for RMSprop, whose updates torch counts and the device does not.
+        module: the module that PopTorch has trained.
+        updates: number of updates so far, for RMSprop, whose updates torch counts but the device
+            does not.
 
     Raises:
-        OptimizerError: a device has no such optimizer, or the two are not of one kind.
+        OptimizerError: a device has no such optimizer, or the two are of different kinds.
     """
     kind = _kind(optimizer, source)
     states = source.state_dict().get("ipu_state") or {}

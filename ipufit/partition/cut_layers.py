@@ -71,30 +71,29 @@ def serialize(
 ) -> nn.Module:
     """Let embeddings and linear layers compute in parts, one after another, as IPUs need it.
 
-    What they compute stays the same up to rounding, ``state_dict`` keeps its names and shapes, and
-    layers that share a weight go on sharing it: where one is cut, the others are cut alike.
+    Results stay the same up to rounding, ``state_dict`` keeps its names and shapes, and layers that
+    share a weight still do: they are divided in the same way.
 
-    An ``nn.Embedding`` is looked up part by part of its table. An ``nn.Linear`` with a factor keeps
-    its one weight and multiplies in parts; with splits per IPU, or where it shares the weight of
-    an embedding that is cut, it becomes several smaller ones.
+    The table of an ``nn.Embedding`` is divided into parts. An ``nn.Linear`` with a factor keeps its
+    weight and multiplies in parts; with splits per IPU, or if it shares the weight of a divided
+    embedding, it becomes several smaller layers.
 
-    Make an optimizer of the module's parameters afterwards: a weight that is cut is several
-    parameters, which are those of training; inference puts together or cuts further what it needs.
-    On several IPUs the parts are where ``splits_per_ipu`` says; elsewhere they are computed one
-    after another all the same.
+    Create the optimizer afterwards: a divided weight is several parameters, divided as in training;
+    inference joins them or divides them further. Without IPUs, the parts are computed one after
+    another.
 
     Args:
-        module: changed in place. A layer that is serialised already is cut anew.
-        layers: by the name of each layer: a factor, a list with the number of parts on each IPU,
+        module: changed in place. A layer that is already divided is divided again.
+        layers: for the name of each layer: a factor, a list with the number of parts on each IPU,
             or a :class:`Serialization`. A factor of 1 leaves a layer whole.
-        inference_layers: the same for a module in eval mode, where a layer that is not named is
-            whole; None is as in training. A layer that is named here alone is whole in training.
+        inference_layers: the same for a module in eval mode, in which a layer that is not named is
+            whole; None is as in training. A layer that is only named here is whole in training.
 
     Returns:
         The module.
 
     Raises:
-        UnknownNameError: no such layer; with the nearest name.
+        UnknownNameError: an unknown layer; suggests the nearest name.
         ConfigurationError: a layer of another kind, a number of parts that does not divide it, or
             anything else that can't work; with every fault. Nothing was changed.
     """
@@ -103,13 +102,13 @@ def serialize(
 
 
 def to_dense(module: nn.Module) -> nn.Module:
-    """Put all serialised layers together again, with the present weights.
+    """Join the parts of all serialised layers, with the current weights.
 
-    Each gets its class and its weight back: the very parameter that it had, so that an optimizer
-    made before :func:`serialize` fits again.
+    Each layer gets its class and its original parameter back, so an optimizer made before
+    :func:`serialize` can be used again.
 
     Args:
-        module: the one that was given to :func:`serialize`; changed in place.
+        module: the argument of :func:`serialize`; changed in place.
 
     Returns:
         The module.

@@ -30,7 +30,7 @@ def meant_layer(module: nn.Module, kind: str, named: Sequence[Named], cuts: Sequ
     in no stack of repeated layers.
 
     Args:
-        module: the user's.
+        module: the user's module.
         kind: one of ``KINDS``.
         named: the arguments, for training and inference.
         cuts: what the configuration says, in the same order.
@@ -74,7 +74,7 @@ def check_ties(module: nn.Module, meant: Mapping[str, Tuple[str, Sequence[Cut]]]
     """Refuse two numbers for one weight.
 
     Args:
-        module: the user's.
+        module: the user's module.
         meant: by kind, the name of the layer, and what the configuration says.
 
     Raises:

@@ -90,7 +90,7 @@ def repeated_layers(
     class, and of a decoder beside an encoder or the reverse.
 
     Args:
-        module: the user's.
+        module: the user's module.
         named: what holds them, or several such names; None to find them.
         argument: what counts them.
 
@@ -185,7 +185,7 @@ def with_returns(module: nn.Module, layers: Sequence[Visit], last: int) -> List[
     pass is held against later. Weights that layers share stay where they are.
 
     Args:
-        module: the user's.
+        module: the user's module.
         layers: the repeated layers in their order.
         last: the IPU of what runs behind them.
 
@@ -301,7 +301,7 @@ def divide_layers(
     """Divide repeated layers among IPUs, as ``layers_per_ipu`` counts them.
 
     Args:
-        module: the user's.
+        module: the user's module.
         request: the arguments.
         can_return: whether a stage may be on an IPU that has one before it.
     """

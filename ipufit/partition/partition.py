@@ -231,7 +231,7 @@ def named_stages(
     """The stage of each module, and its IPU where that is said, by the first of its names.
 
     Args:
-        module: the user's.
+        module: the user's module.
         stages: as the user wrote it; a whole number is the name of a module in a Sequential.
         argument: what the user calls it.
 

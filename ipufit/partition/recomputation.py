@@ -98,7 +98,7 @@ def watch_calls(
     """Tell of each call of these layers in the block.
 
     Args:
-        module: the user's.
+        module: the user's module.
         names: of its layers.
         on_begin: called with the name before its forward.
         on_end: called with the name and the output, after its forward; may return another output.

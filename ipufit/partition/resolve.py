@@ -65,7 +65,7 @@ def resolve_partition(
     """Normal form, or None where everything is on one IPU and nobody said otherwise.
 
     Args:
-        module: the user's.
+        module: the user's module.
         request: the arguments.
         is_training: whether they are those of training.
 

@@ -45,14 +45,14 @@ _SDK_MODES: Dict[MatMulCut, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Serialization:
-    """How one layer is cut into parts; either ``factor`` or ``splits_per_ipu`` is given.
+    """How a layer is divided into parts: by ``factor`` or by ``splits_per_ipu``.
 
     Attributes:
         factor: the number of parts, which stay on the layer's IPU.
-        splits_per_ipu: the number of parts on each IPU of the pipeline, such as [0, 2, 2]; those
-            that are not zero stand side by side.
-        mode: of a Linear, what is cut: "output_channels" (rows of the weight), "reducing_dim"
-            (its columns) or, by factor only, "input_channels" (rows of the input).
+        splits_per_ipu: the number of parts on each IPU of the pipeline, such as [0, 2, 2]; IPUs
+            with parts must be neighbours.
+        mode: for a Linear, what is divided: "output_channels" (rows of the weight), "reducing_dim"
+            (its columns) or, only with a factor, "input_channels" (rows of the input).
     """
 
     factor: Optional[int] = None

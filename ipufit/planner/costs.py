@@ -298,7 +298,7 @@ def spans_of(trace: CallTrace, module: nn.Module, end: int) -> List[Tuple[int, i
 
     Args:
         trace: of a forward pass.
-        module: the user's.
+        module: the user's module.
         end: segments from this one on don't count.
     """
     calls = trace.calls()

@@ -35,7 +35,7 @@ class DividedModule:
         optimizer: torch's optimizer over its parameters; None to evaluate and predict only.
         loss: normal form.
         config: how an update is made.
-        partitions: how the module lies on the IPUs of a replica.
+        partitions: how the module is divided over the IPUs of a replica.
         auto_round_ipus: whether IPUs may be rounded up to a number that can be reserved.
         options: PopTorch's options for training, or None.
         find_strategy: returns the execution strategy that options of PopTorch's have for training

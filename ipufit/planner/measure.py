@@ -287,7 +287,7 @@ def stages_of_blocks(
 
     Args:
         partition: that leaves it to the module; None where that is thought to be on one IPU.
-        module: the user's.
+        module: the user's module.
         loss: its normal form.
         batch: of its tensors only shape and dtype matter.
         is_training: the mode of the pass.

@@ -90,7 +90,7 @@ def cuts_of(
 
     Args:
         trace: of a forward pass.
-        module: the user's.
+        module: the user's module.
         fine: False takes a block of repeated layers as a whole, and of other modules those that
             hold no others.
         tail: what is a stage already, behind all others; None for nothing.
@@ -284,7 +284,7 @@ class PartitionEstimator:
     """Traces a model once, and says what its divisions take.
 
     Args:
-        module: the user's.
+        module: the user's module.
         loss: its normal form.
         optimizer: None for a model that only evaluates and predicts.
         config: precision and accumulation.

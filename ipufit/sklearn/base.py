@@ -203,7 +203,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     # ---- parameters ------------------------------------------------------------------------------
 
     def get_params(self, deep: bool = True) -> Dict[str, Any]:
-        """All parameters by name, those with a prefix included.
+        """Return all parameters by name, including those with a prefix.
 
         Args:
             deep: as in scikit-learn.
@@ -211,13 +211,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return {**super().get_params(deep=deep), **settings_of(self)}
 
     def set_params(self, **params: object) -> Estimator:
-        """Change parameters; they count from the next ``fit`` on.
+        """Change parameters, for the next ``fit``.
 
         Args:
-            params: new values by name, those of settings with their prefix.
+            params: new values by name, settings with their prefix.
 
         Raises:
-            ValueError: a name is no parameter.
+            ValueError: an unknown parameter.
         """
         prefixed = {name: value for name, value in params.items() if is_setting(name)}
         super().set_params(**{name: params[name] for name in params if name not in prefixed})

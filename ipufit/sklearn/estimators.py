@@ -57,13 +57,13 @@ _HEADS: Dict[str, Head] = {
 class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """A torch module as a classifier of scikit-learn.
 
-    Besides the methods below it has those of scikit-learn's classifiers: ``score`` is the accuracy.
+    It also has the methods of scikit-learn's classifiers: ``score`` is the accuracy.
 
     Args:
         module: a class or a function that makes the module, with ``module__`` parameters as its
-            arguments; where it has parameters called ``n_features`` (columns of X) and
-            ``n_outputs`` (number of classes), the data says them. Or a module, of which every
-            ``fit`` trains a copy. It returns one tensor (samples, n_outputs).
+            arguments; parameters called ``n_features`` (columns of X) and ``n_outputs`` (number of
+            classes) are set from the data. Or a module, of which every ``fit`` trains a copy. It
+            returns one tensor (samples, n_outputs).
         loss: as for ``Model.compile``. With "bce_with_logits" or "bce" the module has one output,
             for the second of two classes; with others one output for each class.
         optimizer: a name, a class or a callable of parameters; ``optimizer__`` parameters, such as
@@ -74,19 +74,20 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         ipus: total number of IPUs, as for ``Model.fit``.
         device_iterations: weight updates per execution.
         gradient_accumulation: micro-batches that a replica sums before an update.
-        callbacks: of each fit; copies are told what happens, and are ``callbacks_`` then.
-        validation_fraction: share of the samples, of each class alike, that is held out and
-            evaluated after every epoch; 0 for none.
-        class_weight: how much samples count, by label; "balanced" for all classes alike.
-        predict_nonlinearity: what makes probabilities of the module's outputs, a tensor (samples,
-            n_outputs) in float64; "auto" is what the loss says: softmax of logits, sigmoid for one
-            output, exp for "nll".
-        dtype: in which all is computed, "float32" or "float64": the module and floating-point data
-            are brought to it, integers in X too. None leaves module and data as they are.
+        callbacks: for each fit, which uses copies of them; afterwards the copies are in
+            ``callbacks_``.
+        validation_fraction: share of the samples of each class that is held out and evaluated after
+            every epoch; 0 for none.
+        class_weight: how much samples count, by label; with "balanced", all classes count the same.
+        predict_nonlinearity: function that turns the module's outputs, a tensor (samples,
+            n_outputs) in float64, into probabilities; "auto" depends on the loss: softmax of
+            logits, sigmoid for one output, exp for "nll".
+        dtype: of all computations, "float32" or "float64": the module, floating-point data and
+            integers in X are converted to it. None converts nothing.
         engine: as for ``ipufit.Model``.
         device: as for ``ipufit.Model``.
-        random_state: of the initial weights, the order of samples, dropout and the part held out:
-            an integer, a NumPy RandomState, or None for NumPy's own.
+        random_state: seed for the initial weights, the order of samples, dropout and the choice of
+            held-out samples: an integer, a NumPy RandomState, or None for NumPy's global one.
         verbose: as for ``Model.fit``.
         settings: with prefixes: ``module__``, ``optimizer__``, and ``compile__`` and ``fit__`` for
             all other arguments of ``Model.compile`` and ``Model.fit``.
@@ -94,11 +95,11 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     Attributes:
         classes_: labels, sorted.
         n_features_in_: columns of X.
-        feature_names_in_: their names, where X had any.
+        feature_names_in_: their names, if X has any.
         module_: the trained module.
         history_: the :class:`ipufit.History` of the last fit.
-        n_iter_: epochs that were made.
-        callbacks_: the copies of ``callbacks`` that the last fit told what happened.
+        n_iter_: number of trained epochs.
+        callbacks_: the copies of ``callbacks`` from the last fit.
     """
 
     def __init__(
@@ -137,13 +138,13 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         Args:
             X: shape (samples, features, ...).
             y: labels, shape (samples,).
-            sample_weight: how much each sample counts; two is a sample that is there twice.
+            sample_weight: how much each sample counts; a weight of two counts as two copies.
 
         Returns:
             The estimator itself.
 
         Raises:
-            ValueError: data or parameters that can't work; those of ipufit are one too.
+            ValueError: data or parameters that can't work; ipufit's errors are subclasses.
         """
         samples, labels = self._check(X, y, True)
         check_classification_targets(labels)
@@ -158,19 +159,19 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         classes: object = None,
         sample_weight: object = None,
     ) -> IpufitClassifier:
-        """Train for one epoch more, on this data.
+        """Train one more epoch, with this data.
 
         Args:
             X: as for ``fit``.
             y: as for ``fit``.
-            classes: all labels that will come; needed in the first call.
+            classes: all labels that may occur; required in the first call.
             sample_weight: as for ``fit``.
 
         Returns:
             The estimator itself.
 
         Raises:
-            ValueError: data or parameters that can't work, or labels that were not announced.
+            ValueError: data or parameters that can't work, or unknown labels.
         """
         is_first = "module_" not in vars(self)
         samples, labels = self._check(X, y, is_first)
@@ -201,8 +202,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             Shape (samples, classes), columns as in ``classes_``.
 
         Raises:
-            ConfigurationError: ``predict_nonlinearity`` is "auto", and the loss does not say what
-                the outputs are.
+            ConfigurationError: ``predict_nonlinearity`` is "auto", but the loss does not determine
+                it.
         """
         outputs = self._outputs(X)
         if self._nonlinearity is None:
@@ -301,14 +302,14 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     """A torch module as a regressor of scikit-learn.
 
-    Besides the methods below it has those of scikit-learn's regressors: ``score`` is the share of
-    the variance that is explained.
+    It also has the methods of scikit-learn's regressors: ``score`` is the share of the variance
+    that is explained.
 
     Args:
         module: a class or a function that makes the module, with ``module__`` parameters as its
-            arguments; where it has parameters called ``n_features`` (columns of X) and
-            ``n_outputs`` (columns of y), the data says them. Or a module, of which every ``fit``
-            trains a copy. It returns one tensor (samples, n_outputs).
+            arguments; parameters called ``n_features`` (columns of X) and ``n_outputs`` (columns of
+            y) are set from the data. Or a module, of which every ``fit`` trains a copy. It returns
+            one tensor (samples, n_outputs).
         loss: as for ``Model.compile``; prediction and target have shape (samples, n_outputs).
         optimizer: a name, a class or a callable of parameters; ``optimizer__`` parameters, such as
             ``optimizer__lr``, are its settings.
@@ -318,41 +319,42 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         ipus: total number of IPUs, as for ``Model.fit``.
         device_iterations: weight updates per execution.
         gradient_accumulation: micro-batches that a replica sums before an update.
-        callbacks: of each fit; copies are told what happens, and are ``callbacks_`` then.
+        callbacks: for each fit, which uses copies of them; afterwards the copies are in
+            ``callbacks_``.
         validation_fraction: share of the samples that is held out and evaluated after every epoch;
             0 for none.
-        dtype: in which all is computed, "float32" or "float64": the module, X and y are brought to
-            it, integers too, and predictions have it. None leaves module and data as they are.
+        dtype: of all computations and predictions, "float32" or "float64": the module, X and y are
+            converted to it, also from integers. None converts nothing.
         engine: as for ``ipufit.Model``.
         device: as for ``ipufit.Model``.
-        random_state: of the initial weights, the order of samples, dropout and the part held out:
-            an integer, a NumPy RandomState, or None for NumPy's own.
+        random_state: seed for the initial weights, the order of samples, dropout and the choice of
+            held-out samples: an integer, a NumPy RandomState, or None for NumPy's global one.
         verbose: as for ``Model.fit``.
         settings: with prefixes: ``module__``, ``optimizer__``, and ``compile__`` and ``fit__`` for
             all other arguments of ``Model.compile`` and ``Model.fit``.
 
     Attributes:
         n_features_in_: columns of X.
-        feature_names_in_: their names, where X had any.
+        feature_names_in_: their names, if X has any.
         module_: the trained module.
         history_: the :class:`ipufit.History` of the last fit.
-        n_iter_: epochs that were made.
-        callbacks_: the copies of ``callbacks`` that the last fit told what happened.
+        n_iter_: number of trained epochs.
+        callbacks_: the copies of ``callbacks`` from the last fit.
     """
 
     def fit(self, X: object, y: object, sample_weight: object = None) -> IpufitRegressor:
-        """Train a new module on samples and their numbers.
+        """Train a new module on samples and their values.
 
         Args:
             X: shape (samples, features, ...).
-            y: numbers, shape (samples,) or (samples, n_outputs).
-            sample_weight: how much each sample counts; two is a sample that is there twice.
+            y: values, shape (samples,) or (samples, n_outputs).
+            sample_weight: how much each sample counts; a weight of two counts as two copies.
 
         Returns:
             The estimator itself.
 
         Raises:
-            ValueError: data or parameters that can't work; those of ipufit are one too.
+            ValueError: data or parameters that can't work; ipufit's errors are subclasses.
         """
         samples, targets = self._check(X, y, True, multi_output=True, y_numeric=True)
         self._begin(samples, targets)
@@ -365,7 +367,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         y: object,
         sample_weight: object = None,
     ) -> IpufitRegressor:
-        """Train for one epoch more, on this data.
+        """Train one more epoch, with this data.
 
         Args:
             X: as for ``fit``.
@@ -398,7 +400,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             X: as for ``fit``.
 
         Returns:
-            In the shape of ``y`` in ``fit``, (samples,) or (samples, n_outputs).
+            Values in the shape of ``y`` in ``fit``: (samples,) or (samples, n_outputs).
         """
         outputs = self._outputs(X)
         return outputs[:, 0] if self._is_single else outputs

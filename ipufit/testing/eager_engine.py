@@ -32,12 +32,12 @@ __all__ = ["EagerEngine", "EagerProgram"]
 
 
 class EagerEngine(Engine):
-    """Runs one micro-batch after the other as a loop by hand would, and logs every execution.
+    """Runs one micro-batch after the other, like a hand-written loop, and logs every execution.
 
     ``ipufit.Model(net, engine=EagerEngine)`` trains, evaluates and predicts with it, on one replica
-    and in one process. It refuses by name what it does not do: in ``compile`` what makes more of an
-    update than a plain one, in ``fit`` several replicas. An engine of your own can begin as a copy
-    of its module, ``ipufit/testing/eager_engine.py``; see CONTRIBUTING.md.
+    and in one process. It refuses other features by name, such as clipping in ``compile`` or
+    several replicas in ``fit``. To write your own engine, start from a copy of its module,
+    ``ipufit/testing/eager_engine.py``; see CONTRIBUTING.md.
 
     Attributes:
         log: a line for each execution, in order.
@@ -57,10 +57,10 @@ class EagerEngine(Engine):
         options: Mapping[str, Any],
         partitions: Partitions,
     ) -> None:
-        """Refuse the arguments of ``compile`` that make more of an update than a plain one.
+        """Refuse arguments of ``compile`` beyond a plain update.
 
         Raises:
-            ConfigurationError: naming them.
+            ConfigurationError: names them.
         """
         refused = {**config.describe(), "normalize": loss.normalize}
         plain = {"gradient_reduction": "mean", "normalize": "samples", "jit": OFF}
@@ -72,14 +72,14 @@ class EagerEngine(Engine):
             )
 
     def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
-        """Say that nothing is recorded, whatever ``run_eagerly`` is."""
+        """Say that nothing is recorded, for any ``run_eagerly``."""
         return ["Every execution calls the module itself: nothing is recorded."]
 
     def build(self, spec: ProgramSpec) -> EagerProgram:
         """Return a program for the spec.
 
         Raises:
-            ConfigurationError: it is for several replicas.
+            ConfigurationError: the spec has several replicas.
         """
         if spec.plan.all_replicas > 1:
             raise ConfigurationError(

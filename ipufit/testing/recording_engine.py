@@ -21,10 +21,10 @@ __all__ = ["RecordingEngine", "RecordingProgram"]
 
 
 class RecordingEngine(Engine):
-    """Builds programs that write down what they are given.
+    """Builds programs that record their inputs, for tests.
 
-    ``ipufit.Model(net, engine=lambda: engine)`` shows what the loop does, without the cost of doing
-    it.
+    ``ipufit.Model(net, engine=lambda: engine)`` shows what the loop does, without computing
+    anything.
 
     Attributes:
         programs: everything built so far, in order.
@@ -36,7 +36,7 @@ class RecordingEngine(Engine):
         self.programs: List[RecordingProgram] = []
 
     def build(self, spec: ProgramSpec) -> RecordingProgram:
-        """A program that records."""
+        """Build a program that records its inputs."""
         program = RecordingProgram(spec)
         self.programs.append(program)
         return program
@@ -44,17 +44,17 @@ class RecordingEngine(Engine):
 
 @dataclasses.dataclass
 class RecordingProgram(Program):
-    """Takes every batch, returns losses of zero, and echoes the first input as output.
+    """Accepts every batch, and returns losses of zero and the first input as output.
 
-    It gives back what the config asks for: outputs as its ``outputs`` chooses, the schedule's
-    learning rate, the loss scale at its start. No update is skipped, and nothing is averaged.
+    It returns what the config requires: outputs by its ``outputs``, the learning rate of the
+    schedule, the initial loss scale. No update is skipped, and nothing is averaged.
 
     Attributes:
         spec: what it was built from.
         examples: the micro-batches of :meth:`prepare`, in order.
         executions: the batches of :meth:`run`, in order.
-        rows: of a schedule, the settings of every parameter group, for each update.
-        updates: weight updates that a real program would have made.
+        rows: with a schedule, the settings of every parameter group for each update.
+        updates: number of weight updates that a real program would have made.
         written: the states of :meth:`write_state`, in order.
         calls: the names of all methods called, in order.
         closed: number of calls of :meth:`close`.
@@ -76,13 +76,13 @@ class RecordingProgram(Program):
         return batch.leaves[0]
 
     def prepare(self, example: MicroBatch) -> Prepared:
-        """Nothing to build."""
+        """Record the example; there is nothing to build."""
         self.calls.append("prepare")
         self.examples.append(example)
         return Prepared(self._echo(example).to("meta"))
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
-        """Remember the batch."""
+        """Record the batch."""
         self.calls.append("run")
         self.executions.append(batch)
         count = len(batch.micro_batches)
@@ -107,27 +107,27 @@ class RecordingProgram(Program):
         return settings
 
     def read_state(self) -> TrainState:
-        """The module's weights, which nothing has changed."""
+        """Return the module's weights, which have not changed."""
         self.calls.append("read_state")
         weights = {n: p.detach().clone() for n, p in self.spec.module.named_parameters()}
         return TrainState(weights, [], {}, self.spec.seed, self.updates)
 
     def write_state(self, state: TrainState) -> None:
-        """Remember the state; of it, only the counter is used here."""
+        """Record the state, of which only the counter is used."""
         self.calls.append("write_state")
         self.written.append(state)
         self.updates = state.updates
 
     def publish(self) -> None:
-        """The optimizer has no state here."""
+        """Do nothing: the optimizer has no state here."""
         self.calls.append("publish")
 
     def swap_averages(self) -> None:
-        """Nothing is averaged."""
+        """Do nothing: there are no averages."""
         self.calls.append("swap_averages")
 
     def adopt_averages(self) -> None:
-        """Nothing is averaged."""
+        """Do nothing: there are no averages."""
         self.calls.append("adopt_averages")
 
     def close(self) -> None:

@@ -239,7 +239,7 @@ def follow_stages(
 
     Args:
         partition: of the module; None for one IPU.
-        module: the user's.
+        module: the user's module.
         on_begin: called with the number of every stage that begins, 0 at the start included.
 
     Yields:

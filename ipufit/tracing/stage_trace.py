@@ -29,7 +29,7 @@ class ParameterReads(Listener):
     PopTorch's own tracing is left alone: nothing is seen there.
 
     Args:
-        module: the user's.
+        module: the user's module.
         place: asked, for every operator, for the number of the stage or IPU that it runs on.
 
     Attributes:

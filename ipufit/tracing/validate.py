@@ -85,7 +85,7 @@ def find_unregistered(module: nn.Module) -> Dict[int, Unregistered]:
     """Tensors in plain lists, tuples, sets and dicts of a module's parts, by identity.
 
     Args:
-        module: the user's.
+        module: the user's module.
 
     Returns:
         For parameters of layers, and for tensors that require gradients, none of which is a
@@ -144,7 +144,7 @@ def refuse_unready(module: nn.Module, may_be_lazy: bool = False) -> None:
     """Make sure that all parameters of a module can be trained, in whichever way it runs.
 
     Args:
-        module: the user's.
+        module: the user's module.
         may_be_lazy: whether :func:`initialize` may still give parameters a shape.
 
     Raises:

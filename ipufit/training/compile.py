@@ -182,7 +182,7 @@ def build_session(
     """Check all arguments, and only then make anything.
 
     Args:
-        module: the user's.
+        module: the user's module.
         make_engine: of the model.
         request: the arguments.
         faults: of their forms.

@@ -413,7 +413,7 @@ def refuse_unused(validation: Validation, split: object, loading: Loading) -> No
     """Refuse settings of a validation where there is none.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: names them.
     """
     if validation.data is not None or split:
         return

@@ -85,7 +85,7 @@ class SettingsSource:
         """Fill in the arguments of ``compile`` that were left out.
 
         Args:
-            module: the user's.
+            module: the user's module.
             arguments: of ``compile``.
             faults: to which every argument is added that disagrees.
         """
@@ -147,7 +147,7 @@ class SettingsSource:
         """Give the engine what it takes, let arguments stand for the rest, and report the effects.
 
         Args:
-            module: the user's.
+            module: the user's module.
             engine: on which the model runs.
             config: how an update is made.
             partitions: of the module.
@@ -372,7 +372,7 @@ def cut_layers(
     :mod:`ipufit.partition.embedding_layers` finds.
 
     Args:
-        module: the user's.
+        module: the user's module.
         settings: say how an embedding and a projection are cut.
         serialize, inference: the arguments.
 

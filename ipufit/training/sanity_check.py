@@ -51,7 +51,7 @@ class FailureExplainer:
     """Names the layer, the line or the label because of which a micro-batch can't be computed.
 
     Attributes:
-        module: the user's.
+        module: the user's module.
         loss: normal form; None where there is none.
         mode: in which module and loss run.
         precision: in which the module computes.
@@ -206,7 +206,7 @@ def check_call(module: nn.Module, batch: MicroBatch, loss: Optional[Loss], where
     """Hold a batch against the signature of forward, before torch's own error for it.
 
     Args:
-        module: the user's.
+        module: the user's module.
         batch: a micro-batch.
         loss: normal form; None where there is none.
         where: beginning of the message: what the data is for.

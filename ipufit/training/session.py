@@ -63,7 +63,7 @@ class Session:
             IPUs.
         metrics: normal form; copied for every use.
         engine: builds the programs.
-        options: settings of the engine's own, by the argument of ``compile``.
+        options: the engine's own settings, by the argument of ``compile``.
         fixed: arguments of later calls that ``compile`` has fixed; none by default.
 
     Attributes:
@@ -130,7 +130,7 @@ class Session:
         return self.optimizer
 
     def enter_eval(self) -> None:
-        """Let an optimizer that has weights for evaluation put them into the module."""
+        """Put an optimizer's separate weights for evaluation into the module."""
         if self._training is not None:
             self._training.enter_eval()
 

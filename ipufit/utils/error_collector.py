@@ -131,7 +131,7 @@ def one_of(name: str, value: T, choices: object, advice: str = "") -> T:
         advice: the last sentence of the error, which says which one to take.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: names them.
     """
     words: List[object] = []
     for choice in choices if isinstance(choices, tuple) else (choices,):

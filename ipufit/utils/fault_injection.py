@@ -22,12 +22,12 @@ __all__ = ["Fault", "check_disk", "inject", "raise_injected_fault"]
 
 @dataclasses.dataclass
 class Fault:
-    """Description of what is to go wrong; :func:`ipufit.testing.inject` makes it.
+    """A failure to inject; :func:`ipufit.testing.inject` creates it.
 
     Attributes:
         kind: its name.
-        at_update: index of the update, counted from ``compile``, whose execution it strikes.
-        happened: whether it has.
+        at_update: index of the update, counted from ``compile``, in whose execution it happens.
+        happened: whether it has happened.
     """
 
     kind: str
@@ -41,28 +41,28 @@ _full: List[Fault] = []
 
 @contextlib.contextmanager
 def inject(fault: str, at_update: int) -> Iterator[Fault]:
-    """Let something go wrong in a ``fit`` within the block, once: a context manager.
+    """Context manager that causes a failure in a ``fit`` within the block, once.
 
-    It strikes when the execution that makes an update is about to run, so nothing of that
-    execution is done. docs/checkpoints.md has drills.
+    It happens before the execution of the update runs, so that execution has no effect. See
+    docs/checkpoints.md.
 
     Args:
         fault: one of
 
             - "ipu_reset", "link_reset", "partition_reset" or "full_reset": the device fails, and
               can be used again after that (``RecoverableDeviceError``);
-            - "unrecoverable": it fails for good (``UnrecoverableDeviceError``);
+            - "unrecoverable": it fails permanently (``UnrecoverableDeviceError``);
             - "non_finite": the loss of the update is NaN (``NonFiniteLossError``);
-            - "full_disk": the next checkpoint finds no room (``CheckpointError``);
+            - "full_disk": there is no space for the next checkpoint (``CheckpointError``);
             - "worker": a process of the DataLoader is killed (``DataError``);
             - "kill", "terminate" or "interrupt": this process gets SIGKILL, SIGTERM or SIGINT.
         at_update: index of the update, counted from ``compile``.
 
     Returns:
-        In the block, an object of :class:`ipufit.testing.Fault`; ``happened`` tells whether it has.
+        A :class:`ipufit.testing.Fault`, whose ``happened`` is True after the failure.
 
     Raises:
-        ConfigurationError: there is no such fault, or the update is no index.
+        ConfigurationError: an unknown failure, or an invalid update.
     """
     one_of("fault", fault, tuple(_FAULTS))
     planned = Fault(fault, at_least("at_update", at_update, 0))

@@ -319,7 +319,7 @@ def checked(
     """Check a module on a batch.
 
     Args:
-        module: the user's.
+        module: the user's module.
         session: None before ``compile``.
         x: a batch or a loader; None for the shapes of the last ``fit``.
         frame: of the caller.

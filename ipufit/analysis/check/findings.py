@@ -37,15 +37,15 @@ class Finding:
     """A fault that :meth:`ipufit.Model.check` reports at one place.
 
     Attributes:
-        kind: what it is, such as "branch"; docs/check.md has all of them.
-        severity: "error": ``fit`` refuses the module, or trains something else than what is
-            written; or "warning": lost work, or what is rarely meant.
-        file: of the user's source; None where no line of it is to blame.
+        kind: kind of fault, such as "branch"; docs/check.md lists them.
+        severity: "error": ``fit`` refuses the module, or trains something else than the code says;
+            or "warning": wasted work, or code that is rarely intended.
+        file: the user's source file; None if there is no such line.
         line: in that file, or None.
-        function: in which the line is, or None.
+        function: function with the line, or None.
         text: what is wrong.
         cure: what to write instead.
-        module: name of the module or parameter that it is about, or None.
+        module: name of the module or parameter, or None.
     """
 
     kind: str
@@ -68,16 +68,16 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport(TextReport):
-    """The findings of a check, errors first; true if there are any.
+    """Findings of a check, errors first; true if there are any.
 
-    :meth:`ipufit.Model.check` returns it. It has the number of findings as its length, can be
-    iterated, and ``str`` makes the text of it.
+    :meth:`ipufit.Model.check` returns it. Its length is the number of findings, iterating yields
+    them, and ``str`` returns the text.
 
     Attributes:
         model: name of the class of the module.
-        findings: of :class:`ipufit.analysis.check.Finding`, in the order of files and lines, errors
-            before warnings.
-        loss: whether the loss and the target were part of it.
+        findings: list of :class:`ipufit.analysis.check.Finding`, errors before warnings, in the
+            order of files and lines.
+        loss: whether the loss was checked too.
     """
 
     model: str

@@ -131,7 +131,7 @@ class EmbeddedEngine(EngineContext):
         return training.way.jit or (None if training.lowered is None else training.lowered.way)
 
     def explain(self, config: TrainConfig, options: Mapping[str, object]) -> List[str]:
-        """Describe what is particular about how training runs, in sentences.
+        """Describe in sentences how training runs on this engine.
 
         Args:
             config: how an update is made.

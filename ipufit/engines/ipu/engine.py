@@ -59,7 +59,7 @@ class IpuEngine(IpuContext):
             partitions: of the module over IPUs.
 
         Raises:
-            ConfigurationError: naming it; several faults as one error.
+            ConfigurationError: names the argument; several faults are one error.
         """
         for role, role_options in options.items():
             check_options(self.sdk, role_options, role)
@@ -102,7 +102,7 @@ class IpuEngine(IpuContext):
         return PoptorchInferenceProgram(self, spec)
 
     def explain(self, config: TrainConfig, options: Mapping[str, object]) -> List[str]:
-        """Describe what is particular about how training runs, in sentences.
+        """Describe in sentences how training runs on this engine.
 
         Args:
             config: how an update is made.

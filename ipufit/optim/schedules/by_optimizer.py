@@ -85,14 +85,14 @@ class MemberSchedules:
         return [[group for part in parts for group in part] for parts in zip(*columns)]
 
     def check(self, updates: int, epoch: Sequence[int] = ()) -> None:
-        """Find out whether the coming updates all have values; nothing changes.
+        """Check that all coming updates have values; nothing changes.
 
         Args:
             updates: how many.
             epoch: accumulation steps of the updates of an epoch; none for one without end.
 
         Raises:
-            ConfigurationError: they have not.
+            ConfigurationError: an update has no value.
         """
         for each in self.schedules.values():
             each.check(updates, epoch)
@@ -131,7 +131,7 @@ class MemberSchedules:
             each.advance_to(updates, epochs, in_run)
 
     def check_present(self) -> None:
-        """Find out whether the next update can use the present settings.
+        """Check that the next update can use the current settings.
 
         Raises:
             ConfigurationError: it can't.
@@ -140,7 +140,7 @@ class MemberSchedules:
             each.check_present()
 
     def snapshot(self) -> Dict[str, ScheduleSnapshot]:
-        """Copy everything, the settings included."""
+        """Copy everything, including the settings."""
         return {name: each.snapshot() for name, each in self.schedules.items()}
 
     def restore(self, snapshot: Mapping[str, ScheduleSnapshot]) -> None:
@@ -164,7 +164,7 @@ class MemberSchedules:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, settings included.
+        """Restore a state, including the settings.
 
         Args:
             state: what :meth:`state_dict` returned.

@@ -194,12 +194,12 @@ class RunSchedule(CallableSchedule):
     def begin_run(
         self, updates: Optional[int], epochs: Optional[int], is_trial: bool = False
     ) -> None:
-        """Begin a run, or one that goes on and whose state comes next.
+        """Begin a run, also one that resumes and whose state is loaded next.
 
         Args:
-            updates: of the whole run; None if nobody knows.
-            epochs: of the whole run; None if nobody knows.
-            is_trial: whether it ends after its first updates, however long it would be.
+            updates: of the whole run; None if the number is unknown.
+            epochs: of the whole run; None if the number is unknown.
+            is_trial: whether it ends after its first updates, for any length.
 
         Raises:
             ConfigurationError: the curve does not fit into the run, or needs to know its length; or
@@ -269,7 +269,7 @@ _SPELLINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class AtEpochEnd:
-    """A scheduler that steps at epoch ends instead of after every update.
+    """A schedule that steps at the end of epochs instead of after every update.
 
     Attributes:
         scheduler: a torch scheduler, a factory, a callable or a dict, as ``lr_scheduler`` takes
@@ -304,7 +304,7 @@ def resolve_schedule(
     optimizer: Optional[torch.optim.Optimizer],
     interval: Interval = "update",
 ) -> Union[Schedule, MemberSchedules, None]:
-    """Bring a schedule into normal form.
+    """Make a :class:`ipufit.optim.schedules.Schedule` of an argument ``lr_scheduler``.
 
     Args:
         lr_scheduler: one of
@@ -313,20 +313,20 @@ def resolve_schedule(
             - "constant", "cosine", "linear", "one_cycle", "polynomial" or "wsd", a curve over the
               whole run; or one of these with settings, such as
               ``ipufit.optim.schedules.Cosine(warmup=0.1)``;
-            - a torch scheduler over this optimizer, kept as it is; ReduceLROnPlateau steps at epoch
-              ends, whatever ``interval`` says;
+            - a torch scheduler for this optimizer; ReduceLROnPlateau steps at epoch ends, for any
+              ``interval``;
             - a factory, called with the optimizer: ``lambda opt: OneCycleLR(opt, ...)``, or a
               ``functools.partial`` of a scheduler class;
             - a callable ``(update) -> learning rate``, with updates counted from 0;
             - a dict of such callables by hyper-parameter ("lr", "momentum", "beta1", ...) for all
               parameter groups, or a list with one dict for each group;
             - :class:`AtEpochEnd` around one of these;
-            - of several optimizers, a dict of all these by their names, or a list of torch
-              schedulers, each over one of them.
+            - for several optimizers, a dict from their names to these forms, or a list of torch
+              schedulers, each for one of them.
 
             A partial or an annotation (``Optimizer``, ``int``, a scheduler class or ``float`` as
-            result) says which of the two kinds a callable is. Otherwise it is called with 0, and
-            what returns a number is a schedule; if it does not, it is called with the optimizer.
+            result) determines the kind of a callable. Otherwise it is called with 0; if it does not
+            return a number, it is called with the optimizer.
         optimizer: whose settings change.
         interval: "update", or "epoch" for steps at epoch ends.
 

@@ -66,10 +66,10 @@ class ScheduleSnapshot(NamedTuple):
 
 
 class Schedule(abc.ABC):
-    """The hyper-parameters of an optimizer over the updates, in normal form.
+    """Values of an optimizer's hyper-parameters for each update.
 
-    ``fit`` uses it, and so can a loop by hand: the values for the next update stand in
-    ``optimizer.param_groups``, as after ``scheduler.step()``.
+    ``fit`` uses it, and a hand-written loop can too: ``optimizer.param_groups`` has the values for
+    the next update, as after ``scheduler.step()``.
 
     Args:
         optimizer: whose settings change.
@@ -124,14 +124,14 @@ class Schedule(abc.ABC):
             raise
 
     def check(self, updates: int, epoch: Sequence[int] = ()) -> None:
-        """Find out whether the coming updates all have values; nothing changes.
+        """Check that all coming updates have values; nothing changes.
 
         Args:
             updates: how many.
             epoch: accumulation steps of the updates of an epoch; none for one without end.
 
         Raises:
-            ConfigurationError: they have not.
+            ConfigurationError: an update has no value.
         """
         snapshot = self.snapshot()
         try:
@@ -147,25 +147,25 @@ class Schedule(abc.ABC):
     def begin_run(  # noqa: B027 - most do not depend on how long it is
         self, updates: Optional[int], epochs: Optional[int], is_trial: bool = False
     ) -> None:
-        """Begin a run, or one that goes on and whose state comes next.
+        """Begin a run, also one that resumes and whose state is loaded next.
 
         Args:
-            updates: of the whole run; None if nobody knows.
-            epochs: of the whole run; None if nobody knows.
-            is_trial: whether it ends after its first updates, however long it would be.
+            updates: of the whole run; None if the number is unknown.
+            epochs: of the whole run; None if the number is unknown.
+            is_trial: whether it ends after its first updates, for any length.
 
         Raises:
             ConfigurationError: the schedule does not fit into the run.
         """
 
     def end_epoch(self, logs: Mapping[str, float]) -> None:
-        """An epoch ended: the time for schedules that change then.
+        """Advance schedules that change at the end of an epoch.
 
         Args:
             logs: the epoch's values, those of the validation with ``val_`` included.
 
         Raises:
-            ConfigurationError: the value to watch is not in ``logs``; with those that are.
+            ConfigurationError: the monitored value is not in ``logs``; lists those that are.
         """
         self._batches = 0
         if not self._per_update and not (self.epochs + 1) % self.frequency:
@@ -175,12 +175,12 @@ class Schedule(abc.ABC):
         self.epochs += 1
 
     def snapshot(self) -> ScheduleSnapshot:
-        """Copy everything, the settings included."""
+        """Copy everything, including the settings."""
         counters = (self.updates, self.epochs, self._batches, self._fault, self._cause)
         return ScheduleSnapshot(*counters, (settings.keep(self._optimizer), self._keep()))
 
     def restore(self, snapshot: ScheduleSnapshot) -> None:
-        """Go back to a snapshot, exactly; as often as one likes.
+        """Restore a snapshot exactly; can be repeated.
 
         Args:
             snapshot: what :meth:`snapshot` returned.
@@ -190,7 +190,7 @@ class Schedule(abc.ABC):
             put_back()
 
     def state_dict(self) -> Dict[str, object]:
-        """State of the schedule: numbers, strings, lists and dicts, as far as torch's are."""
+        """Return the state: numbers, strings, lists, dicts, and what torch's schedulers have."""
         return {
             "kind": self.name,
             "updates": self.updates,
@@ -202,7 +202,7 @@ class Schedule(abc.ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, settings included.
+        """Restore a state, including the settings.
 
         Args:
             state: what :meth:`state_dict` returned.
@@ -232,37 +232,36 @@ class Schedule(abc.ABC):
 
     @property
     def per_update(self) -> bool:
-        """True if settings change with every update, not at epoch ends alone."""
+        """True if settings change with every update, False if only at epoch ends."""
         return self._per_update
 
     @property
     def names(self) -> FrozenSet[str]:
-        """Settings that it is known to change, as the groups have them."""
+        """Names of the settings that it is known to change."""
         return frozenset()
 
     @property
     def configuration(self) -> Dict[str, object]:
-        """Return what determines the settings of all updates, but for those at the beginning."""
+        """Return what determines the settings of all updates, except for the initial ones."""
         interval = "update" if self._per_update else "epoch"
         return {"name": self.name, "interval": interval, "frequency": self.frequency}
 
     @property
     def follows_values(self) -> bool:
-        """Say whether the settings depend on values of the run, not on updates and epochs alone."""
+        """Return True if the settings depend on values of the run, such as a loss."""
         return False
 
     def advance_to(self, updates: int, epochs: int, in_run: Tuple[int, int]) -> None:
-        """Bring a schedule that has not begun to where it is after so many updates and epochs.
+        """Advance a schedule that has not begun to its state after so many updates and epochs.
 
         Args:
             updates: that have been made since ``compile``.
             epochs: that have ended since ``compile``.
-            in_run: updates and epochs of the run that goes on; for schedules that every run begins
-                anew.
+            in_run: updates and epochs of the run that resumes; for schedules that start again in
+                every run.
 
         Raises:
-            ConfigurationError: it has begun, or changes with batches; or a value that no update
-                can use.
+            ConfigurationError: it has begun, or changes with batches; or an invalid value.
         """
         if self.updates or self.epochs or (self._per_update and self.frequency != 1):
             raise ConfigurationError(
@@ -309,7 +308,7 @@ class Schedule(abc.ABC):
         """The settings are what the schedule wants them to be."""
 
     def check_present(self) -> None:
-        """Find out whether the next update can use the present settings.
+        """Check that the next update can use the current settings.
 
         Raises:
             ConfigurationError: it can't.

@@ -119,7 +119,7 @@ class TrainingProgram(BaseProgram):
 
     @property
     def updates(self) -> int:
-        """Weight updates done since ``compile``, skipped ones included."""
+        """Number of weight updates since ``compile``, including skipped ones."""
         return self.state.updates
 
     def _record(self, example: MicroBatch, turn: int, spec: ProgramSpec) -> TracedStep:
@@ -451,7 +451,7 @@ class TrainingProgram(BaseProgram):
         self.state.placement.gather_weights()
 
     def enter_eval(self) -> None:
-        """Let an optimizer that has weights for evaluation put them into the module."""
+        """Put an optimizer's separate weights for evaluation into the module."""
         if self.state.mode is not None:
             self.state.mode.eval(self.state.storage)
 

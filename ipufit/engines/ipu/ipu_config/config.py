@@ -46,11 +46,12 @@ _NOT_BY_MODE = ("replication_factor", "device_iterations")
 
 
 class IPUConfig(ParameterValues):
-    """How a model runs on IPUs: parameters, names and defaults are those of optimum-graphcore.
+    """Settings of a model on IPUs, with the parameters, names and defaults of optimum-graphcore.
 
-    Every parameter is an attribute, too. Values are looked at one by one when they are set, and
-    together when the object is made, updated, saved or used; what follows from others is filled in
-    when the object is made. ``Model.compile(config=...)`` takes it. See docs/ipu-config.md.
+    Every parameter is also an attribute. Each value is checked when it is set; whether they fit
+    together is checked when the object is created, updated, saved or used. Values that follow from
+    others are filled in when the object is created. ``Model.compile(config=...)`` takes it. See
+    docs/ipu-config.md.
 
     Args:
         replication_factor: copies of the model in training.
@@ -62,37 +63,38 @@ class IPUConfig(ParameterValues):
         ipus_per_replica: IPUs of one copy in training; None is the length of ``layers_per_ipu``.
         inference_ipus_per_replica: the same for inference; None is the length of
             ``inference_layers_per_ipu``, or ``ipus_per_replica`` where that is one -1.
-        optimizer_state_offchip: keep the optimizer's state in the memory beside the chip.
-        replicated_tensor_sharding: each replica keeps a part of that state; from two replicas on.
+        optimizer_state_offchip: keep the optimizer's state in memory outside the chip.
+        replicated_tensor_sharding: each replica keeps a part of that state; with two or more
+            replicas.
         matmul_proportion: share of an IPU's memory for temporary values in training, one number or
             one for each IPU of a replica.
         inference_matmul_proportion: the same for inference; None is ``matmul_proportion``, or 0.2
             where that is a list of another length.
         enable_half_partials: partial sums of products and convolutions in float16.
-        embedding_serialization_factor: parts into which the embedding is cut on its IPU; None is 1
+        embedding_serialization_factor: number of parts of the embedding on its IPU; None is 1
             without splits.
         inference_embedding_serialization_factor: the same for inference.
         serialized_embedding_splits_per_ipu: parts of the embedding on each IPU instead.
         inference_serialized_embedding_splits_per_ipu: the same for inference.
-        projection_serialization_factor: as for the embedding, of the output projection.
+        projection_serialization_factor: the same for the output projection.
         inference_projection_serialization_factor: the same for inference.
         serialized_projection_splits_per_ipu: parts of the projection on each IPU instead.
         inference_serialized_projection_splits_per_ipu: the same for inference.
         recompute_checkpoint_every_layer: compute activations again in the backward pass.
         device_iterations: updates per call of the program.
         inference_device_iterations: forward passes per call.
-        output_mode: which outputs of training come back: "all", "sum", "final" or "default", which
-            is "final". Inference hands back all.
-        seed: of random numbers; None for none.
-        auto_loss_scaling: let a loss scale follow the gradients.
+        output_mode: which outputs of training are returned: "all", "sum", "final" or "default",
+            which is "final". Inference returns all.
+        seed: for random numbers; None sets no seed.
+        auto_loss_scaling: use a loss scale that follows the gradients.
         executable_cache_dir: folder for compiled programs; "" or "disabled" for none.
-        explicit_ir_inference: an experimental way of the compiler for inference.
+        explicit_ir_inference: an experimental mode of the compiler for inference.
         parallelize_kwargs: arguments of the ``parallelize`` of optimum-graphcore's models.
         inference_parallelize_kwargs: the same for inference.
         others: parameters of earlier releases, as docs/ipu-config.md lists them.
 
     Attributes:
-        notes: what was left aside or read differently, one sentence each.
+        notes: values of older files that were ignored or changed, one sentence each.
 
     Raises:
         ConfigurationError: values that can't work; with every fault.
@@ -164,7 +166,7 @@ class IPUConfig(ParameterValues):
         return config
 
     def update(self, changes: Mapping[str, object]) -> None:
-        """Set several parameters; all of them or, if something is wrong, none.
+        """Set several parameters: all of them or, in case of an error, none.
 
         Args:
             changes: values by name.
@@ -175,7 +177,7 @@ class IPUConfig(ParameterValues):
         self._change(changes, [])
 
     def update_from_string(self, update_str: str) -> None:
-        """Set several parameters from one string; all of them or, if something is wrong, none.
+        """Set several parameters from a string: all of them or, in case of an error, none.
 
         Args:
             update_str: ``name=value`` separated by commas: numbers and strings as they are, true or
@@ -203,7 +205,7 @@ class IPUConfig(ParameterValues):
         raise_faults(faults)
 
     def check(self) -> None:
-        """Make sure that the values fit together.
+        """Check that the values fit together.
 
         Raises:
             ConfigurationError: with every fault.
@@ -219,23 +221,24 @@ class IPUConfig(ParameterValues):
 
     @property
     def mode(self) -> str:
-        """The mode for which :meth:`value` answers: "training" or "inference"."""
+        """Mode of :meth:`value`: "training" or "inference"."""
         return self._mode
 
     def train(self) -> IPUConfig:
-        """Answer for training from now on; returns the configuration."""
+        """Let :meth:`value` return values for training; returns the configuration."""
         self.__dict__["_mode"] = _MODES[0]
         return self
 
     def eval(self) -> IPUConfig:
-        """Answer for inference from now on; returns the configuration."""
+        """Let :meth:`value` return values for inference; returns the configuration."""
         self.__dict__["_mode"] = _MODES[1]
         return self
 
     def value(self, name: str) -> Any:
-        """A parameter for the present mode: in inference that of its twin, if it has one.
+        """Value of a parameter in the current mode.
 
-        ``config._layers_per_ipu`` and so on are the same, as code for optimum-graphcore has them.
+        In inference, it is the parameter with the prefix ``inference_``, if that exists.
+        ``config._layers_per_ipu`` and so on are the same, for code written for optimum-graphcore.
 
         Args:
             name: without ``inference_``.
@@ -252,14 +255,14 @@ class IPUConfig(ParameterValues):
         return getattr(self, other or name)
 
     def for_pod_type(self, pod_type: Optional[PodType] = None) -> IPUConfig:
-        """The configuration for one type of pod.
+        """Make the configuration for one type of pod.
 
         Args:
-            pod_type: as for :meth:`from_dict`; None takes the values named "default".
+            pod_type: as for :meth:`from_dict`; None uses the values named "default".
 
         Raises:
-            ConfigurationError: no such type, a parameter has no value for it, or the values don't
-                fit together.
+            ConfigurationError: an unknown type, a parameter without a value for it, or values that
+                don't fit together.
         """
         self.check()
         config = type(self)._build(self._said(), pod_type, {})
@@ -269,7 +272,7 @@ class IPUConfig(ParameterValues):
     def batch_size_factor(
         self, for_inference: bool = False, pod_type: Optional[PodType] = None
     ) -> int:
-        """Micro-batches of one call of the program, on all replicas together.
+        """Number of micro-batches in one call of the program, on all replicas together.
 
         Args:
             for_inference: for inference, which accumulates no gradients.
@@ -285,10 +288,10 @@ class IPUConfig(ParameterValues):
         return config.replication_factor * accumulated
 
     def partition(self, for_inference: bool = False) -> IpuLayout:
-        """How one copy of the model is laid over IPUs.
+        """How one copy of the model is divided over IPUs.
 
         Args:
-            for_inference: for inference, which computes nothing again.
+            for_inference: for inference, which recomputes nothing.
         """
         prefix = "inference_" if for_inference else ""
         values: Dict[str, Any] = {}
@@ -304,10 +307,10 @@ class IPUConfig(ParameterValues):
         compile_only: bool = False,
         pod_type: Optional[PodType] = None,
     ) -> Any:
-        """The ``poptorch.Options`` that optimum-graphcore would make of it.
+        """Make the ``poptorch.Options`` that optimum-graphcore would make.
 
-        They are those of the Poplar SDK where its PopTorch can be imported, else
-        ``ipufit.poptorch.Options``. The generators of torch stay as they are.
+        They are those of the Poplar SDK if its PopTorch can be imported, otherwise
+        ``ipufit.poptorch.Options``. Torch's generators are not seeded.
 
         Args:
             for_inference: for inference.
@@ -315,24 +318,23 @@ class IPUConfig(ParameterValues):
             pod_type: as for :meth:`from_dict`.
 
         Raises:
-            ConfigurationError: the values don't fit together, or the IPUs are not of the kind that
-                they are for.
+            ConfigurationError: the values don't fit together, or the IPUs are of another kind.
         """
         config = self.for_pod_type(pod_type)
         config.check()
         return to_options(sdk_or_none() or load_standin(), config, for_inference, compile_only)
 
     def report(self, engine: str = "embedded") -> str:
-        """Three lists: what holds exactly, what approximately, and what has no effect.
+        """List parameters that are exact, approximated, or without effect.
 
         Args:
             engine: "embedded", "ipu" or "ipu-standin".
 
         Returns:
-            A line for every parameter, with its value and why.
+            A line for every parameter, with its value and the reason.
 
         Raises:
-            ConfigurationError: there is no such engine.
+            ConfigurationError: an unknown engine.
         """
         if engine not in ENGINES:
             raise ConfigurationError(
@@ -348,15 +350,15 @@ class IPUConfig(ParameterValues):
         pod_type: Optional[PodType] = None,
         **changes: object,
     ) -> IPUConfig:
-        """A configuration from values by name, as a file has them.
+        """Make a configuration from a dict, as in a file.
 
         Args:
             config_dict: values; also those of earlier releases, and values by pod type.
             pod_type: "pod4", "pod8", "pod16", "pod32", "pod64", "pod128" or "pod256", to choose
-                among values by pod type. None takes those named "default" and keeps the others for
-                :meth:`for_pod_type`.
-            changes: parameters that are set afterwards. What follows from others is not derived
-                anew.
+                among values by pod type. None uses the values named "default" and keeps the others
+                for :meth:`for_pod_type`.
+            changes: parameters that are set afterwards. Values that follow from others are not
+                updated.
 
         Raises:
             ConfigurationError: with every fault.
@@ -381,21 +383,21 @@ class IPUConfig(ParameterValues):
         subfolder: str = "",
         **changes: object,
     ) -> IPUConfig:
-        """A configuration from a file, a folder or the Hugging Face Hub.
+        """Read a configuration from a file, a folder or the Hugging Face Hub.
 
         Args:
             source: a file; a folder with an ``ipu_config.json``; or the name of a repository on the
                 Hub, for which huggingface_hub is needed (``pip install ipufit[hub]``).
             pod_type: as for :meth:`from_dict`.
             revision: branch, tag or commit on the Hub.
-            cache_dir: where huggingface_hub keeps what it downloads.
-            local_files_only: take from there alone.
-            token: for the Hub; True is that of the login, and so is None where it is needed.
-            subfolder: of the folder or the repository, in which the file is.
+            cache_dir: folder in which huggingface_hub keeps downloads.
+            local_files_only: only read from that folder, without a download.
+            token: for the Hub; True is the token of the login, and so is None if a token is needed.
+            subfolder: with the file, in the folder or repository.
             changes: as for :meth:`from_dict`.
 
         Raises:
-            ConfigurationError: nothing is found, or it can't be read; with every fault.
+            ConfigurationError: the file is not found or can't be read; with every fault.
         """
         unknown: List[str] = []
         check_changes({n: None for n in changes if n not in PARAMETERS}, unknown)
@@ -413,7 +415,7 @@ class IPUConfig(ParameterValues):
 
     @classmethod
     def from_json_file(cls, path: Path, pod_type: Optional[PodType] = None) -> IPUConfig:
-        """A configuration from a file of JSON.
+        """Read a configuration from a JSON file.
 
         Args:
             path: of the file.
@@ -440,9 +442,9 @@ class IPUConfig(ParameterValues):
         return cls._build(serialization.parse_json(text, "the text"), pod_type, {}, "the text")
 
     def to_dict(self) -> Dict[str, Any]:
-        """All parameters by name, ready for JSON.
+        """Return all parameters by name, ready for JSON.
 
-        With values by pod type, those that were given: what follows from them is left out.
+        With values by pod type, values that follow from others are left out.
         """
         copied = json.loads(self.to_json_string())
         assert isinstance(copied, dict)
@@ -452,7 +454,7 @@ class IPUConfig(ParameterValues):
         """Write the values as JSON, sorted by name.
 
         Raises:
-            ConfigurationError: ``parallelize_kwargs`` hold what JSON has not.
+            ConfigurationError: ``parallelize_kwargs`` have values that JSON can't represent.
         """
         try:
             return json.dumps(self._said(), indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -463,10 +465,10 @@ class IPUConfig(ParameterValues):
             ) from error
 
     def to_json_file(self, path: Path) -> None:
-        """Write it to a file, which appears under its name only when it is complete.
+        """Write the values to a JSON file, which appears under its name only when it is complete.
 
         Args:
-            path: of the file; its folder exists.
+            path: of the file; its folder must exist.
 
         Raises:
             ConfigurationError: it can't be written, or the values don't fit together.
@@ -492,14 +494,14 @@ class IPUConfig(ParameterValues):
         token: Token = None,
         revision: Optional[str] = None,
     ) -> Optional[str]:
-        """Write ``ipu_config.json`` into a folder, which is made if need be.
+        """Write ``ipu_config.json`` to a folder, which is created if it is missing.
 
-        ``IPUConfig.from_pretrained(folder)`` reads it, and so does optimum-graphcore, if no value
-        is by pod type.
+        ``IPUConfig.from_pretrained(folder)`` reads it; so does optimum-graphcore, unless values are
+        by pod type.
 
         Args:
             folder: of the file.
-            push_to_hub: write it to the Hugging Face Hub too.
+            push_to_hub: also write it to the Hugging Face Hub.
             repo_id: of the repository there; None is the name of the folder.
             commit_message: as for :meth:`push_to_hub`.
             private: as for :meth:`push_to_hub`.
@@ -507,7 +509,7 @@ class IPUConfig(ParameterValues):
             revision: as for :meth:`push_to_hub`.
 
         Returns:
-            The URL of the commit; None where nothing was written to the Hub.
+            The URL of the commit; None if nothing was written to the Hub.
 
         Raises:
             ConfigurationError: it can't be written, or the values don't fit together.
@@ -556,14 +558,14 @@ class IPUConfig(ParameterValues):
     ) -> str:
         """Write ``ipu_config.json`` to a repository on the Hugging Face Hub.
 
-        The repository is made if need be, and so is the branch. It needs huggingface_hub
-        (``pip install ipufit[hub]``).
+        Repository and branch are created if they are missing. It needs huggingface_hub (``pip
+        install ipufit[hub]``).
 
         Args:
             repo_id: of the repository, such as "someone/some-ipu"; without an owner it is yours.
             commit_message: of the commit; None for one that names the file.
-            private: whether a repository that is made is private; None is the Hub's default.
-            token: for the Hub; None is that of the login.
+            private: whether a new repository is private; None is the Hub's default.
+            token: for the Hub; None is the token of the login.
             revision: branch to write to; None is the main one.
 
         Returns:

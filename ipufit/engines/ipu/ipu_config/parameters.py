@@ -176,7 +176,7 @@ class ParameterValues:
     """The values of all parameters of one configuration, in normal form, and their table.
 
     Attributes:
-        notes: what was left aside or read differently, one sentence each.
+        notes: values of older files that were ignored or changed, one sentence each.
     """
 
     replication_factor: int = _parameter(1, _COUNT)
@@ -273,7 +273,7 @@ def values_of(config: ParameterValues) -> Dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class IpuLayout:
-    """How one copy of the model is laid over IPUs.
+    """How one copy of the model is divided over IPUs.
 
     Attributes:
         ipus_per_replica: IPUs of one copy.

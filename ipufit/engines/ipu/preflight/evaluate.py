@@ -45,7 +45,7 @@ def preflight(
     """Look up a model in the table of facts.
 
     Args:
-        module: the user's.
+        module: the user's module.
         loss: its normal form.
         optimizer: None for a model that only evaluates and predicts.
         config: what else ``compile`` was told.

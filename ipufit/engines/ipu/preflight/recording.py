@@ -222,7 +222,7 @@ def record(
     No value is computed, no buffer changes and no random number is drawn.
 
     Args:
-        module: the user's.
+        module: the user's module.
         loss: its normal form; it is left out without a target.
         batch: of its tensors only shape and dtype matter.
         is_training: the mode of the pass.
