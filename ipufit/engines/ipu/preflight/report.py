@@ -61,7 +61,7 @@ class PreflightFinding:
 
     @property
     def cure(self) -> str:
-        """What to do; "" if nothing has to be done."""
+        """Advice; "" if nothing has to be done."""
         return self.fact.cure
 
     def as_dict(self) -> Dict[str, object]:
