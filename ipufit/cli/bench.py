@@ -70,7 +70,7 @@ class Bench(Examination[_Values]):
     is compiled with TorchInductor too.
 
     The exit status is 0 where all ways give the same losses, 1 where one does not, 2 where the
-    script failed or fits no model.
+    script failed or never calls fit.
     """
 
     def look(self, call: FitCall) -> _Values:
@@ -88,7 +88,7 @@ class Bench(Examination[_Values]):
 
 
 def _ways(session: Session, with_inductor: bool) -> List[_Way]:
-    """The module itself first: all others are held against it.
+    """The module itself first: all others are compared with it.
 
     Raises:
         ConfigurationError: TorchInductor is wished and can't be had.
@@ -123,7 +123,7 @@ def _measure(
 
     Raises:
         CaptureError: the program that the script asks for can't be recorded.
-        ConfigurationError: the way that all others are held against can't run.
+        ConfigurationError: the way that all others are compared with can't run.
     """
     plan = request.plan
     seed = seed_of_trial(request.asked_seed, session)

@@ -123,7 +123,7 @@ class Examination(abc.ABC, Generic[T]):
             execute: runs it.
 
         Returns:
-            The exit status; 2 of a script that failed or fits no model.
+            The exit status; 2 if the script failed or never calls fit.
         """
         results: List[T] = []
 

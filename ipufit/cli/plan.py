@@ -28,7 +28,7 @@ class Planning(Examination[_Plans]):
     division that ``fit`` would use, is left out.
 
     The exit status is 0 where every stage fits its IPU, 1 where one does not, 2 where the script
-    failed or fits no model.
+    failed or never calls fit.
     """
 
     def look(self, call: FitCall) -> _Plans:

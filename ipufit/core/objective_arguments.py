@@ -152,7 +152,7 @@ def argument_order(
             if roles[0] == role or (roles[0] is None and roles[1] == other):
                 return dataclasses.replace(by_name, first=role)
         if all(keywords):
-            raise error(_text(subject, f"{shown} by name alone, which do not say it"))
+            raise error(_text(subject, f"{shown} only by name, which do not tell them"))
     return by_name
 
 

@@ -107,7 +107,7 @@ class _ByName(ArgumentOrder):
 class CallLoss(Loss):
     """A loss of arguments by name.
 
-    It is held against the pair of the target, by name, and all fields of the batch by name, those
+    It is compared with the pair of the target, by name, and all fields of the batch by name, those
     that it does not take as None: see :meth:`ipufit.data.fields.BatchForm.split`.
 
     Attributes:
@@ -192,7 +192,7 @@ class CallLoss(Loss):
         return self.inner.facts(*self._pair(prediction, target), value)
 
     def labels(self, target: object, key: object) -> tree.Tree:
-        """Return the class indices in what the loss is held against, or None."""
+        """Return the class indices in what the loss compares outputs with, or None."""
         fields = self._fields(target)
         parameter, name = self.arguments[0 if self.inner.order.first == "target" else 1]
         return fields.get(name or parameter, self.target_of(target))

@@ -189,11 +189,11 @@ class Loss:
         return None
 
     def target_of(self, target: object) -> object:
-        """Return the target that metrics get, of what the loss is held against."""
+        """Return the target that metrics get, of what the loss compares outputs with."""
         return target
 
     def labels(self, target: object, key: Optional[Key]) -> tree.Tree:
-        """Return the class indices in what the loss is held against.
+        """Return the class indices in what the loss compares outputs with.
 
         Args:
             target: of a micro-batch.
@@ -491,7 +491,7 @@ class Loss:
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
             raise LossError(
                 f"{self._where} must return one number, or with normalize='tokens' (mean, count), "
-                f"got {describe(result)}. Return the mean alone, or compile with "
+                f"got {describe(result)}. Return only the mean, or compile with "
                 "normalize='tokens'."
             )
         return LossTerm(check_loss_value(result, self._where))

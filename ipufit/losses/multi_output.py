@@ -83,11 +83,11 @@ class SeveralLosses(Loss):
         return tuple(str(part.key) for part in self.parts if part.loss.field_names is None)
 
     def target_of(self, target: object) -> object:
-        """Return the targets by output, of what the losses are held against."""
+        """Return the targets by output, of what the losses compare outputs with."""
         return target if self.field_names is None else several_targets(target)
 
     def labels(self, target: object, key: Optional[Key]) -> tree.Tree:
-        """Return the class indices of an output in what the losses are held against."""
+        """Return the class indices of an output in what the losses compare outputs with."""
         for part in self.parts:
             if part.key == key and part.loss.field_names is not None:
                 return part.loss.labels(target, None)

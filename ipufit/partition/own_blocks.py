@@ -1,4 +1,4 @@
-"""Blocks that a module begins itself, held against how it is to be divided.
+"""Blocks that a module begins itself, compared with how it is to be divided.
 
 ``poptorch.BeginBlock``, ``Block`` and ``BlockFunction`` say on which IPU something runs, and a
 strategy of PopTorch's may name them. Of the stand-in's it is seen which ones a forward pass enters;

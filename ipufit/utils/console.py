@@ -111,7 +111,7 @@ def say(text: str) -> None:
 
 
 def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:
-    """Tell that this is a dry run, and what it leaves out.
+    """Print that this is a trial run, and which callbacks it leaves out.
 
     Args:
         notes: of the run, for History.
@@ -123,6 +123,6 @@ def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:
     executions = f"{count} execution{'s' if count > 1 else ''}"
     left_out = notes["left_out_callbacks"]
     say(
-        f"fast_dev_run: 1 epoch of {executions}{', validation likewise' if validates else ''}; "
-        + (f"left out: {', '.join(left_out)}" if left_out else "no callback left out")
+        f"fast_dev_run: 1 epoch of {executions}{', also of validation' if validates else ''}; "
+        + (f"without callbacks {', '.join(left_out)}" if left_out else "all callbacks run")
     )

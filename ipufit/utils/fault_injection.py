@@ -126,8 +126,8 @@ def _reset(fault: Fault) -> None:
 
 def _unrecoverable(fault: Fault) -> None:
     raise UnrecoverableDeviceError(
-        f"the device must run, but a drill lets it fail for good at update {fault.at_update}. Have "
-        "the system checked before you use it again."
+        f"the device must run, but a drill lets it fail permanently at update {fault.at_update}. "
+        "Have the system checked before you use it again."
     )
 
 

@@ -207,7 +207,7 @@ ADVICE = (
         ("output, input", "(output, input), which both name a prediction"),
         ("y, p", "(y, p), which might be (target, prediction)"),
         ("t, p", "(t, p), which might be (target, prediction)"),
-        ("*, a, b", "(a, b) by name alone, which do not say it"),
+        ("*, a, b", "(a, b) only by name, which do not tell them"),
     ],
 )
 def test_an_ambiguous_order_is_refused(names, came):

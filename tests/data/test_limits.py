@@ -386,8 +386,8 @@ def test_fast_dev_run_tries_everything_once(run, count, steps, capsys):
     assert history.params["epochs"] == 1
     assert history.params["fast_dev_run"] == count
     assert history.params["left_out_callbacks"] == ["Writer"]
-    text = f"fast_dev_run: 1 epoch of {count} execution{'s' if count > 1 else ''}, validation "
-    assert text + "likewise; left out: Writer" in capsys.readouterr().err
+    text = f"fast_dev_run: 1 epoch of {count} execution{'s' if count > 1 else ''}, also of "
+    assert text + "validation; without callbacks Writer" in capsys.readouterr().err
     model.fit(TEN, TEN, loading=ipufit.Loading(fast_dev_run=True), verbose=0)
     assert capsys.readouterr().err == ""
     with pytest.raises(AssertionError, match="must be left out"):

@@ -517,7 +517,7 @@ def test_a_count_without_use_is_refused():
     text = message(resolve_loss(lambda p, t: (p.mean(), torch.tensor(3))), REALS, SHARES)
     assert text == (
         "loss '<lambda>' must return one number, or with normalize='tokens' (mean, count), got "
-        "tuple of 2, the last a tensor of shape (), dtype int64. Return the mean alone, or compile "
+        "tuple of 2, the last a tensor of shape (), dtype int64. Return only the mean, or compile "
         "with normalize='tokens'."
     )
 

@@ -1,4 +1,4 @@
-"""One micro-batch through the recorded program, held against a reference, value by value."""
+"""One micro-batch through the recorded program, compared with a reference, value by value."""
 
 from __future__ import annotations
 
