@@ -1,4 +1,4 @@
-"""How fast is fit beside the eager loop that it replaces? A dense net, 784-128-10, on random data.
+"""Compare the speed of fit with an eager loop: a dense net, 784-128-10, on random data.
 
 Both train the same net with Adam on the same batches from the same DataLoader, and must end with
 the same loss. They take turns, so that a machine that slows down slows both; the medians over the

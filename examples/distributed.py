@@ -1,4 +1,4 @@
-"""One script in one process or in many: a dense net on random data, trained together.
+"""Train one script in one or several processes, with the same numbers.
 
     python examples/distributed.py
     torchrun --nproc-per-node=2 examples/distributed.py

@@ -1,4 +1,4 @@
-"""Learn to draw points on a ring: a GAN whose critic moves four times before its generator does.
+"""Train a GAN on points on a ring: four updates of the critic for each update of the generator.
 
 Both losses, the gradient in the critic's penalty and the steps of both optimizers' groups are one
 recorded program, 16 updates a call. Nothing is downloaded. Prints how far the points that the

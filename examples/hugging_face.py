@@ -1,4 +1,4 @@
-"""Teach a small GPT-2 from a random configuration some English, with a model of transformers.
+"""Train a small GPT-2 of the transformers library, from a random configuration.
 
 The text is the description of the digits data set that ships with scikit-learn: nothing is
 downloaded. The model predicts the next of its characters; it computes the loss itself, from the

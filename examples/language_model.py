@@ -1,4 +1,4 @@
-"""A small language model, letter by letter, on the pages of Python's own help.
+"""Train a small language model on letters, with the pages of Python's help as text.
 
 The text ships with Python (pydoc_data.topics): nothing is downloaded. A transformer of two layers
 learns to tell the next letter from those before it; the loss is a mean over letters, and the

@@ -1,4 +1,4 @@
-"""Train an unchanged LightningModule in a recorded program, and the same with its own Trainer.
+"""Train an unchanged LightningModule with ipufit and with Lightning's own Trainer.
 
 The data are 569 real tumours with 30 measurements each, which ship with scikit-learn: nothing is
 downloaded. A quarter is held out. Prints the accuracy on the held-out part (at least 0.95), what
@@ -103,9 +103,9 @@ def main():
     pairs = zip(module.parameters(), other.parameters())
     largest = max((mine - its).abs().max().item() for mine, its in pairs)
     print(f"accuracy {last['val_acc']:.3f}")
-    print("weights differ from Lightning's by less than 1e-10:", largest < 1e-10)
     assert last["val_acc"] >= 0.95
     assert largest < 1e-10, largest
+    print("all weights equal Lightning's to 1e-10")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices of a small language model, AdamW for the rest.
+"""Train a small language model with Muon for hidden matrices and AdamW for the rest.
 
 Trains on the text of Python's own `this` module, character by character, with "muon" and with
 "adamw", under one schedule, and prints the last losses and who trained what. Takes some seconds.
@@ -52,4 +52,5 @@ for optimizer in ("muon", "adamw"):
     history = model.fit(x, y, batch_size=32, epochs=5, device_iterations=8, seed=0, verbose=0)
     losses[optimizer] = history.history["loss"][-1]
     print(f"{optimizer}: loss {losses[optimizer]:.3f}")
-print("muon ends lower:", losses["muon"] < losses["adamw"])
+assert losses["muon"] < losses["adamw"]
+print(f"muon's loss is lower by {losses['adamw'] - losses['muon']:.3f}")

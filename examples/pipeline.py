@@ -1,4 +1,4 @@
-"""Train a convolutional net that is divided over IPUs on 1,797 real handwritten digits.
+"""Train a convolutional net that ipufit divides over four IPUs, on real handwritten digits.
 
 The pictures, 8 x 8 grey values each, ship with scikit-learn: nothing is downloaded. ipufit divides
 the net into four stages by itself, prints what each takes on an IPU, and saves a picture of the

@@ -1,4 +1,4 @@
-"""Write the report of a run: one page with curves, times, a pipeline's timeline, memory, operators.
+"""Write the report of a run: a page with curves, times, a pipeline's timeline and memory.
 
 A convolutional net in four stages learns real digits, which ship with scikit-learn; nothing is
 downloaded. The page goes to the folder given, or to a temporary one: open report.html in a browser,

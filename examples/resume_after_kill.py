@@ -1,4 +1,4 @@
-"""Kill a training at a random moment, go on, and end with the bits of one that was never killed.
+"""Kill a training at a random moment and resume it, with the same bits at the end.
 
 The example starts itself as a process of its own, kills it with SIGKILL (as a power cut would) once
 it has written a few checkpoints, begins again with the same command, and compares the weights with

@@ -1,4 +1,4 @@
-"""Search a torch module's settings with scikit-learn's own GridSearchCV.
+"""Search the settings of a torch module with scikit-learn's GridSearchCV.
 
 1,797 handwritten digits ship with scikit-learn: nothing is downloaded. A pipeline scales them and
 trains a small network; four settings of it are compared by cross-validation, and the best one is

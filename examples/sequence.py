@@ -1,4 +1,4 @@
-"""Tell the script of a character from the rest of its name: sequences of many lengths.
+"""Classify the script of a character by the rest of its name: sequences of many lengths.
 
 Python knows the names of all Unicode characters: LATIN SMALL LETTER AE is Latin. With the first
 word taken away, letters are what is left to tell Latin, Greek, Cyrillic, Hebrew, Arabic and others

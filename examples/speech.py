@@ -1,4 +1,4 @@
-"""Recognise digits that are spoken one after another: CTC, with lengths by name.
+"""Recognise spoken digits in recordings of several digits, with CTC and arguments by name.
 
 Every recording has a length and a number of digits of its own, and nothing says when which digit is
 spoken. The loss takes scores, digits and both lengths by the names of its parameters; the name of

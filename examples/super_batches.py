@@ -1,4 +1,4 @@
-"""One call of the program for 9,600 samples: 300 device iterations, 4 micro-batches each, of 8.
+"""Process 9,600 samples in one call: 300 device iterations of 4 micro-batches of 8 samples.
 
 On an IPU the host is far away: Graphcore's tutorials therefore hand over many micro-batches at
 once, as one large "super-batch". Here 300 device iterations accumulate 4 micro-batches of 8

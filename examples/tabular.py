@@ -1,4 +1,4 @@
-"""Classify tumours from 30 measurements: a table, with a metric that looks at all samples at once.
+"""Classify tumours from 30 measurements: tabular data, with AUROC over all samples.
 
 The 569 rows (breast cancer, Wisconsin) ship with scikit-learn: nothing is downloaded. A quarter is
 held out. Classes are weighted, early stopping keeps the best weights, and the area under the ROC

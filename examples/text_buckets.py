@@ -1,4 +1,4 @@
-"""Tell the package of a docstring of Python's own library: texts of many lengths, in buckets.
+"""Classify docstrings by their package: texts of many lengths, in buckets.
 
 Most docstrings have twenty words, some have hundreds. LengthBuckets puts those of like length
 together and pads them to one of a few lengths, each of which is recorded once; the learning rate

@@ -81,8 +81,8 @@ class MicroBatch:
         leaves: its tensors, in the order of the structure; among them other objects, which only
             a module that is run eagerly takes, such as a graph of PyTorch Geometric's.
         structure: of (args, kwargs, target, sample_weight): what the module's forward is called
-            with, what the loss compares outputs with (None when the module computes its own loss), and
-            how much each sample counts (None when all count the same).
+            with, what the loss compares outputs with (None if the module computes its own loss),
+            and how much each sample counts (None if all count the same).
         size: number of samples, mostly the first dimension of every leaf that has one.
         extras: fields of the batch that the program does not take, by name, such as ids and file
             names: anything, as it came.

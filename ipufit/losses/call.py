@@ -107,7 +107,7 @@ class _ByName(ArgumentOrder):
 class CallLoss(Loss):
     """A loss of arguments by name.
 
-    It is compared with the pair of the target, by name, and all fields of the batch by name, those
+    Its target is a pair: the target by name, and all fields of the batch by name, those
     that it does not take as None: see :meth:`ipufit.data.fields.BatchForm.split`.
 
     Attributes:

@@ -17,12 +17,13 @@ INDENT = " " * 4  # of what goes on in another line
 HEAD = """\
 # Gallery
 
-What each of the [examples](../examples/README.md) makes, and the last lines that it prints.
-Each is a file of its own, and fails where it does not reach what it promises.
-Times are rounded seconds of one core of an AMD EPYC server, without an IPU or a GPU.
-Fashion-MNIST was not downloaded: its script has read small digits from files of the same form.
+The [examples](../examples/README.md), each with a picture and the last lines of its output.
+Each example is a single file, and fails if it does not reach the numbers that it promises.
+Times are rounded, on one core of an AMD EPYC server, without an IPU or a GPU.
+Fashion-MNIST was not downloaded; its script reads small digits from files in the same format.
 
-`nox -s examples` runs all, and compares what they print with this page; `-- --write` writes it.
+`nox -s examples` runs all examples and compares their output with this page.
+`nox -s examples -- --write` updates it.
 """
 
 
@@ -60,7 +61,7 @@ def ending(printed):
 
 def rounded(seconds):
     """A time for people."""
-    return "Some seconds" if seconds < 7.5 else f"About {5 * round(seconds / 5)} seconds"
+    return "A few seconds" if seconds < 7.5 else f"About {5 * round(seconds / 5)} seconds"
 
 
 def part(script, printed, seconds):

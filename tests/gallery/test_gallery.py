@@ -23,7 +23,7 @@ def test_a_part_has_the_words_of_the_script_and_a_small_picture(name):
     script, part = page.EXAMPLES / f"{name}.py", page.parts()[name]
     output = page.output(part)
     (seen,) = re.findall(rf"^!\[(.+)\]\(gallery/{name}\.png\)$", part, re.MULTILINE)
-    (time,) = re.findall(r"^(Some seconds|About \d+ seconds): ", part, re.MULTILINE)
+    (time,) = re.findall(r"^(A few seconds|About \d+ seconds): ", part, re.MULTILINE)
     assert part.startswith(f"## {page.title(script)}\n\n{page.sentence(script)}\n\n")
     assert seen[0].isupper()
     assert time
@@ -71,7 +71,7 @@ def test_of_a_long_output_the_end_is_shown_without_folders_of_a_moment():
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(1.2, "Some seconds"), (7.6, "About 10 seconds"), (23, "About 25 seconds")],
+    [(1.2, "A few seconds"), (7.6, "About 10 seconds"), (23, "About 25 seconds")],
 )
 def test_times_are_rounded(seconds, said):
     """Another machine needs other times anyway."""
