@@ -250,3 +250,33 @@ def test_a_torch_that_is_missing_is_the_error_of_who_asks_for_a_model(code):
     assert done.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: import of torch halted; None in sys.modules"
     )
+
+
+# What users import from: packages, and these. A star of them gives what they list.
+PUBLIC = ("ipufit/errors.py", "ipufit/optim/state.py", "ipufit/as_poptorch/", "ipufit/poptorch/")
+
+
+def test_a_module_lists_its_names_only_where_they_are_not_those_without_an_underscore():
+    """A list of the same would be written twice."""
+    root = pathlib.Path(ipufit.__file__).parents[1]
+    for path in sorted((root / "ipufit").rglob("*.py")):
+        where = path.relative_to(root).as_posix()
+        is_private = where.startswith("ipufit/poptorch/_") or not where.startswith(PUBLIC)
+        if path.name != "__init__.py" and is_private:
+            own, listed = _names_in(path)
+            assert listed != own, f"{where}: __all__ repeats the names without an underscore"
+
+
+def _names_in(path):
+    """The names that a module defines for others, and those that it lists."""
+    own, listed = set(), None
+    for node in ast.parse(path.read_text("utf-8")).body:
+        names = [getattr(node, "name", "")]
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [n.id for each in targets for n in ast.walk(each) if isinstance(n, ast.Name)]
+        if names == ["__all__"]:
+            listed = {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+        else:
+            own.update(name for name in names if name[:1] not in ("", "_"))
+    return own, listed

@@ -11,8 +11,6 @@ from ipufit.callbacks.running_fit import CallbackModel, Measurement, RunningFit
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.errors import ConfigurationError
 
-__all__ = ["BATCH_HOOKS", "CallbackList", "CallbackObserver", "Observer", "checked"]
-
 # What is called before and after each execution.
 BATCH_HOOKS = {
     Mode.TRAIN: ("on_train_batch_begin", "on_train_batch_end"),

@@ -15,8 +15,6 @@ from ipufit.metrics.metric_set import MetricInputs, MetricSet
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 
-__all__ = ["EpochMetrics", "RunningLogs", "metric_fields", "metric_target"]
-
 # How often the value of a micro-batch counts in a sum, and how much that weighs in a mean. They
 # differ for a loss that is a sum: a smaller micro-batch counts like a full one.
 _Share = Tuple[float, float]

@@ -15,8 +15,6 @@ from ipufit.core import Direction, Mention
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import say
 
-__all__ = ["LearningRateScheduler", "ReduceLROnPlateau", "learning_rates", "log_rates", "set_rates"]
-
 
 def learning_rates(optimizer: Optimizer) -> List[float]:
     """Return the learning rates of all parameter groups."""

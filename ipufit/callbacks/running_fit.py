@@ -23,8 +23,6 @@ from ipufit.processes import Processes
 if TYPE_CHECKING:
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["CallbackModel", "Measurement", "ObservedSession", "RunningFit"]
-
 
 class CallbackModel(Protocol):
     """The part of :class:`ipufit.Model` that the callbacks of this package and the loop rely on.

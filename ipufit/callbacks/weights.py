@@ -15,8 +15,6 @@ from ipufit.core.weights_file import check_path
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import say
 
-__all__ = ["ModelCheckpoint", "SwapEMAWeights"]
-
 
 class ModelCheckpoint(Monitor):
     """Writes the module's weights to safetensors files, which are never half-written.

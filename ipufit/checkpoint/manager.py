@@ -31,8 +31,6 @@ from ipufit.processes import Processes, common
 from ipufit.utils.codec import encode
 from ipufit.utils.console import say, warn_user
 
-__all__ = ["CheckpointManager", "PreemptionHandler", "find"]
-
 
 class PreemptionHandler:
     """Listens while a ``fit`` runs; a second signal ends it at once, by KeyboardInterrupt.

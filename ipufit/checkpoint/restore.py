@@ -26,8 +26,6 @@ from ipufit.optim.rules import rules_for
 from ipufit.optim.schedules import settings
 from ipufit.optim.several import name_of_optimizer
 
-__all__ = ["restore"]
-
 _SHOWN = 40
 # What belongs to a whole pass over the data, and can't change within one.
 _BETWEEN_PASSES = frozenset(("data", "metrics", "shuffle"))

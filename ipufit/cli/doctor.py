@@ -16,8 +16,6 @@ from packaging.requirements import Requirement
 from ipufit._version import __version__
 from ipufit.cli.parsing import CommandParser, add_command
 
-__all__ = ["add"]
-
 # Names and what is known of them, as they are printed as JSON.
 _Values = Dict[str, Any]
 

@@ -16,8 +16,6 @@ from ipufit.conformance import __main__ as conformance
 from ipufit.errors import IpufitError, UnknownNameError
 from ipufit.utils.poptorch_sdk import install
 
-__all__ = ["main"]
-
 _CONFORMANCE = "conformance"
 _EXAMPLES = """\
 examples:

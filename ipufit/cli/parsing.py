@@ -9,8 +9,6 @@ from typing import Any, Iterator, List, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["SHELLS", "CommandParser", "add_command", "add_completion"]
-
 
 class CommandParser(argparse.ArgumentParser):
     """Parser of one command, which refuses unknown options under its own name and usage.

@@ -12,8 +12,6 @@ from typing import List, Optional
 from ipufit.cli.parsing import CommandParser, add_command
 from ipufit.errors import ConfigurationError
 
-__all__ = ["add"]
-
 _ABOUT = """\
 Build the page of a training run again from the files of ipufit.Report(FOLDER), also while the run
 goes on or after it was killed. Several folders make one page that compares the runs. The path of

@@ -15,16 +15,6 @@ from typing import Callable, Optional, Sequence
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.poptorch_sdk import search_in
 
-__all__ = [
-    "Script",
-    "ScriptError",
-    "enter",
-    "enter_module",
-    "read_script",
-    "run_module",
-    "run_script",
-]
-
 
 class ScriptError(Exception):
     """A script that can't be read, or a module that is not there."""

@@ -9,8 +9,6 @@ from typing import List, Tuple
 from ipufit.cli.parsing import CommandParser, add_command
 from ipufit.utils.poptorch_sdk import CHOICES
 
-__all__ = ["NAMES", "add", "split"]
-
 _RUN = """\
 Run an existing PopTorch script, or a module as `python -m` does. Exit status, traceback, sys.argv
 and sys.path are the same as with Python. `import poptorch` imports the PopTorch of the Poplar SDK

@@ -6,8 +6,6 @@ import argparse
 import sys
 from typing import Optional, Sequence
 
-__all__ = ["ENGINES", "add_arguments", "main"]
-
 _ABOUT = """\
 Run the test cases that define PopTorch's semantics, each against a hand-written loop, and print a
 table. Exit status: 0 if no case failed, 1 if one did, 2 if the command line names an engine or a

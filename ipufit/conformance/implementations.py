@@ -21,16 +21,6 @@ from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import resolve_loss
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "Embedded",
-    "Implementation",
-    "MissingError",
-    "PopTorch",
-    "StandIn",
-    "optimizer_of",
-]
-
 
 class MissingError(Exception):
     """The implementation is not on this machine, for the reason in the text."""

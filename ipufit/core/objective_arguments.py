@@ -30,26 +30,6 @@ from torch import Tensor, nn
 from ipufit.core.outputs import describe_value
 from ipufit.errors import ConfigurationError
 
-__all__ = [
-    "PREDICTION_FIRST",
-    "ArgumentOrder",
-    "argument_order",
-    "as_weights",
-    "broadcast_weights",
-    "describe",
-    "describe_tensor",
-    "dtype_name",
-    "fit_indices",
-    "fit_values",
-    "is_running_metric",
-    "keyword_names",
-    "required_names",
-    "role_by_whole_name",
-    "shape_advice",
-    "spread_shape",
-    "total",
-]
-
 _Role = Literal["prediction", "target"]
 _ROLES: Tuple[_Role, _Role] = ("prediction", "target")
 

@@ -12,24 +12,6 @@ from ipufit.core.batch import MicroBatch
 from ipufit.errors import CaptureError, ConfigurationError, DataError
 from ipufit.utils import tree
 
-__all__ = [
-    "Key",
-    "SampleOutputs",
-    "accumulator_of",
-    "add_to",
-    "add_up",
-    "check_rows",
-    "children",
-    "describe_value",
-    "drop_ignored_outputs",
-    "holds_tensor",
-    "join_rows",
-    "label",
-    "pick",
-    "refuse_hidden_tensors",
-    "with_entries",
-]
-
 # A mapping's key, a field's name, or a position.
 Key = Union[str, int]
 

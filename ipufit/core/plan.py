@@ -19,8 +19,6 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Su
 
 from ipufit.errors import PlanError
 
-__all__ = ["Checks", "Place", "Plan", "Tail", "check_filling", "round_up"]
-
 # The arguments in the order in which their faults are told, in the words of who typed them.
 _WORDS = {
     "micro_batch_size": "`batch_size` of the loader",

@@ -17,19 +17,6 @@ from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import isolated
 
-__all__ = [
-    "autocast_state",
-    "check_precision",
-    "computes_in_half",
-    "computing_in",
-    "mixes_double",
-    "refuse_missing_half",
-    "try_out",
-    "warn_of_vanishing_eps",
-    "with_inputs_in",
-    "without_autocast",
-]
-
 
 def autocast_state(device: torch.device) -> Tuple[Any, ...]:
     """Read whether autocast is on for a device, and in which dtype."""

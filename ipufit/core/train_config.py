@@ -22,22 +22,6 @@ from ipufit.core.objective_arguments import dtype_name
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
-__all__ = [
-    "EMA",
-    "Clip",
-    "GroupClips",
-    "HyperparameterSchedule",
-    "LossScale",
-    "Memory",
-    "Outputs",
-    "Precision",
-    "Reduction",
-    "TrainConfig",
-    "check_interval",
-    "outputs_wanted",
-    "refuse_metrics_of_sums",
-]
-
 
 class HyperparameterSchedule(Protocol):
     """Settings of an optimizer over the updates of a run.

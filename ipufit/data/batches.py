@@ -20,8 +20,6 @@ from ipufit.data.weights import check_weight, ones_like
 from ipufit.errors import DataError
 from ipufit.utils import tree
 
-__all__ = ["BatchValidator", "OneShapeUpdates", "executions", "is_weighted", "sharded_executions"]
-
 
 class BatchValidator:
     """Turns the loader's batches into micro-batches, and refuses what the program could not take.

@@ -14,8 +14,6 @@ from ipufit.losses import Loss
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 
-__all__ = ["Casting", "Casts"]
-
 # For each tensor of a batch the dtype to bring it to; None to leave it as it is.
 Casts = Tuple[Optional[torch.dtype], ...]
 

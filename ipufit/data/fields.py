@@ -15,8 +15,6 @@ from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.loss import InputNames, Loss, OwnLoss, TargetNames
 from ipufit.utils import tree
 
-__all__ = ["BatchForm", "can_bind", "name_fields"]
-
 # How alike a field that forward does not take and a parameter that gets nothing are by mistake.
 _ALIKE = 0.8
 _WEIGHT = "sample_weight"

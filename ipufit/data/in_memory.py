@@ -28,26 +28,6 @@ from ipufit.data.prefetch import reads_ahead
 from ipufit.errors import DataError, first_line
 from ipufit.utils import tree
 
-__all__ = [
-    "ArrayLoader",
-    "EpochOrder",
-    "ReadAhead",
-    "RowBlock",
-    "array_loader",
-    "as_array",
-    "as_arrays",
-    "as_tensor",
-    "as_tensors",
-    "batch_count",
-    "is_array",
-    "is_datasets_table",
-    "is_in_memory",
-    "is_plain",
-    "is_table",
-    "rows_at",
-    "rows_in_memory",
-]
-
 # Elements of what torch copies without other threads; its limit is no part of its interface.
 _PIECE = 2**15 - 1
 # Kinds of dtypes of NumPy's.

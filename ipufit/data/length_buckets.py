@@ -29,8 +29,6 @@ from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, at_least, one_of
 
-__all__ = ["LengthBuckets"]
-
 _BUCKETS = 8
 
 

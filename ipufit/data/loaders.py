@@ -30,27 +30,6 @@ from ipufit.data.read_errors import frames_of
 from ipufit.utils import tree
 from ipufit.utils.interrupts import defer_sigint, starting_processes
 
-__all__ = [
-    "BatchSequence",
-    "FirstBatches",
-    "batch_total",
-    "end_workers",
-    "has_torchs_samplers",
-    "is_torchs",
-    "kill_workers",
-    "length_of",
-    "like",
-    "may_reuse_memory",
-    "place_of",
-    "reads_as_torch",
-    "row_count",
-    "sample_makers",
-    "sends_groups",
-    "starting_workers",
-    "stream_length",
-    "without_shuffling",
-]
-
 
 def is_torchs(value: object) -> bool:
     """True if torch, or ipufit, wrote its class."""

@@ -18,8 +18,6 @@ from ipufit.data.in_memory import as_tensor, is_array
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
 
-__all__ = ["Padding", "as_plain"]
-
 # Padding of entries that have a usual one, by name; targets of whole numbers have IGNORED.
 _USUAL = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "position_ids": 0}
 _TARGETS = ("label", "labels", "label_ids", "target", "targets", "decoder_labels")

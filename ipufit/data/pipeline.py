@@ -24,8 +24,6 @@ from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream, stream_key
 from ipufit.utils.state import fork_rng
 
-__all__ = ["BatchPipeline", "JobSpec", "Stage"]
-
 _NO_BATCH = object()
 
 Stage = Callable[[CombinedBatch], CombinedBatch]

@@ -18,8 +18,6 @@ from torch.utils.data import (
 
 from ipufit.errors import DataError, IpufitError
 
-__all__ = ["describe_dead_worker", "ends_in_a_sample", "frames_of", "is_dead_worker", "unreadable"]
-
 
 def unreadable(
     error: Exception, loader: object, role: str, batch: int, replay: Callable[[], object]

@@ -55,8 +55,6 @@ from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream
 from ipufit.utils.state import generators_of
 
-__all__ = ["DataAdapter"]
-
 _NOTHING: ContextManager[None] = contextlib.nullcontext()
 _READ_AGAIN = (
     "Pass an object whose __iter__ starts again, such as a DataLoader or a list of batches."

@@ -15,16 +15,6 @@ from ipufit.data.in_memory import as_tensor
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
 
-__all__ = [
-    "ClassWeights",
-    "check_weight",
-    "has_weight",
-    "ones_like",
-    "refuse_bad_weights",
-    "refuse_zero_update",
-    "zero_update",
-]
-
 _CHUNK = 1 << 20
 
 

@@ -10,8 +10,6 @@ from ipufit.core import EngineName
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 
-__all__ = ["EngineStatus", "engine_maker", "list_engines"]
-
 _VARIABLE = "IPUFIT_ENGINE"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.grad_step import public_name
 
-__all__ = ["OptimizerStateVersion", "changed_shape", "refuse_frozen", "refuse_replaced"]
-
 
 def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Make sure that the module has the tensors that it had when the program was built.

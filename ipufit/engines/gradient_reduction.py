@@ -13,8 +13,6 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.processes import Processes
 from ipufit.processes.collectives import reduce_scatter
 
-__all__ = ["GradientReduction", "GradientSum", "are_finite"]
-
 
 def are_finite(gradients: Sequence[Tensor]) -> Tensor:
     """Tell, in a tensor of shape (), whether all numbers are finite."""

@@ -41,17 +41,6 @@ from ipufit.training.summary import stripped
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = [
-    "Done",
-    "ExecutionBatches",
-    "ExecutionSize",
-    "Executions",
-    "Programs",
-    "TrainingReport",
-    "part",
-    "words_of_strategy",
-]
-
 
 def _package() -> str:
     """Return the name of the package that is in use already, else of the newer one."""

@@ -36,9 +36,6 @@ from ipufit.report.settings import Report, refuse_report
 from ipufit.utils.error_collector import folder_of, one_of
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["IPUAccelerator", "IPUStrategy", "Replicas", "Trainer"]
-
-
 # Names of the strategy's for the arguments of compile.
 _OPTIONS = {TRAINING: "training_opts", INFERENCE: "inference_opts"}
 _PRECISIONS = {"32-true": None, "16-mixed": "16-mixed", "bf16-mixed": "bf16-mixed"}

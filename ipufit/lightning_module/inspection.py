@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
     from typing_extensions import TypeIs
 
-__all__ = [
-    "MetricObject",
-    "base_of",
-    "is_collection",
-    "is_data_module",
-    "is_metric",
-    "lightning_parts",
-    "metrics_in",
-    "overrides",
-    "parameters_of",
-    "parts_without_metrics",
-    "refuse_data_hooks",
-    "refuse_module",
-]
-
-
 MetricObject = Union["Metric", "MetricCollection"]
 
 # One library under two names.

@@ -25,8 +25,6 @@ from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
 from ipufit.utils import tree
 from ipufit.utils.state import call_with, replaced
 
-__all__ = ["ManualLosses", "ManualRun"]
-
 _FIELD = "_ipufit_origin"
 
 

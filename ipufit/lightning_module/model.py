@@ -50,8 +50,6 @@ from ipufit.utils.names import with_hints
 if TYPE_CHECKING:
     from ipufit.analysis.check import CheckReport
 
-__all__ = ["LightningModel"]
-
 # Arguments of fit that make the count of updates another than that of the loader's batches.
 _RECOUNTING = ("steps_per_epoch", "loading", "validation_split")
 

@@ -12,8 +12,6 @@ from ipufit.lightning_module.inspection import overrides
 from ipufit.lightning_module.logging import attached, no_log
 from ipufit.optim.schedules.resolve import AtEpochEnd, EveryBatches
 
-__all__ = ["configure_manual", "configure_optimizer"]
-
 _KEYS = {
     *("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"),
 }

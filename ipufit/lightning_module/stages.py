@@ -17,8 +17,6 @@ from ipufit.lightning_module.module_metrics import ModuleMetrics
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy
 from ipufit.processes import current
 
-__all__ = ["Loaders", "ModuleHooks", "loaders_for", "set_up"]
-
 _LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",

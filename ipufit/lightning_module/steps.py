@@ -19,8 +19,6 @@ from ipufit.lightning_module.trainer_proxy import BatchIndex, StepTrainerProxy
 from ipufit.partition.own_blocks import blocks_without_end
 from ipufit.utils import tree
 
-__all__ = ["Steps", "acting_as", "steps_of"]
-
 _ROLE = "_ipufit_role"
 # Why metric objects can't be called, and what to do.
 _IN_PREDICT = "Call it on what predict returns."

@@ -10,16 +10,6 @@ from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NoReturn, 
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.user_lines import user_frame
 
-__all__ = [
-    "BatchIndex",
-    "FitTrainerProxy",
-    "NotKnownYetError",
-    "StepTrainerProxy",
-    "refuse_here",
-    "refuse_operators",
-    "replace_attributes",
-]
-
 _INSIDE = ("ipufit.", "lightning.", "pytorch_lightning.")
 
 

@@ -15,8 +15,6 @@ from ipufit.losses.loss import Loss
 from ipufit.losses.rules import Doubt, LabelRange, LossFacts, LossTerm, TargetKind, hide_padding
 from ipufit.utils import tree
 
-__all__ = ["OutputLoss", "SeveralLosses", "joined_module"]
-
 _OUTPUTS, _TARGET, _WEIGHT = "the module's outputs", "the target", "sample_weight"
 
 

@@ -15,24 +15,6 @@ from ipufit.core.objective_arguments import describe_tensor, dtype_name, shape_a
 from ipufit.errors import DataError, LossError, UnknownNameError
 from ipufit.losses.rules import Doubt
 
-__all__ = [
-    "Named",
-    "broadcast_doubts",
-    "by_name",
-    "check_class_indices",
-    "check_class_indices_or_probabilities",
-    "check_labels",
-    "check_loss_value",
-    "check_same_shape",
-    "check_same_shape_floating",
-    "check_tensors",
-    "check_torch_loss",
-    "outside_classes",
-    "range_doubts",
-    "refuse_broadcast",
-]
-
-
 # Operators whose outputs are no log-probabilities, by the names of autograd, and words for them.
 _OPERATORS: Dict[str, str] = {
     "Addmm": "a linear layer",

@@ -39,8 +39,6 @@ from ipufit.utils.names import check_log_name
 if TYPE_CHECKING:
     from ipufit.losses.multi_output import OutputLoss
 
-__all__ = ["resolve_loss"]
-
 _REDUCTIONS: Dict[str, Literal["mean", "sum"]] = {
     "mean": "mean",
     "batchmean": "mean",

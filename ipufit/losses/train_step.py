@@ -19,8 +19,6 @@ from ipufit.losses.rules import LossTerm
 from ipufit.utils.error_collector import at_least, one_of
 from ipufit.utils.names import check_log_name, matches_pattern
 
-__all__ = ["StepLosses", "TrainStep", "TurnLoss", "check_moves", "include_shared", "resolve_steps"]
-
 # Names of parameters, as one pattern or several; None for all that the optimizer has.
 _Patterns = Union[str, Sequence[str], None]
 # Under which a step hands out what metrics compare.

@@ -41,8 +41,6 @@ from ipufit.metrics.values import (
 )
 from ipufit.utils.names import check_log_name
 
-__all__ = ["resolve_metrics"]
-
 # Under which an object's update may take the sample weights.
 _WEIGHT_NAMES = ("sample_weight", "weight", "weights")
 

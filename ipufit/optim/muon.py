@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from ipufit.errors import OptimizerError
 
-__all__ = ["Muon", "hidden_matrices"]
-
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 

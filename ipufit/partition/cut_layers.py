@@ -24,18 +24,6 @@ from ipufit.partition.serialization import (
 )
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = [
-    "can_be_serialized",
-    "describe_cuts",
-    "has_placed_parts",
-    "ipus_of",
-    "ipus_with_parts",
-    "serialize",
-    "serialize_while_checking",
-    "shared_with",
-    "to_dense",
-]
-
 _DENSE = (nn.Embedding, nn.Linear)
 
 

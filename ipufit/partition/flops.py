@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ipufit.utils import tree
 
-__all__ = ["OperatorWork", "bytes_of", "flops_of", "is_view", "work_of"]
-
 # What a tile can do per clock at best: FLOPs of a matrix product in 32 and in 16 bits, and bytes
 # between its memory and its registers. Only the ratio of two operators' times is ever used.
 _FLOPS_32, _FLOPS_16, _BYTES = 32, 128, 24

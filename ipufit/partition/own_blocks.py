@@ -20,19 +20,6 @@ from ipufit.errors import PartitionError
 from ipufit.partition.partition import BLOCK, Partition
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = [
-    "BLOCK_CLASSES",
-    "EnteredBlocks",
-    "Entry",
-    "OwnBlocks",
-    "UncountedError",
-    "annotated_ipus",
-    "blocks_without_end",
-    "is_annotated",
-    "record_blocks",
-    "recordings",
-]
-
 
 class UncountedError(PartitionError):
     """Blocks of the module's own take another number of IPUs than a replica has.

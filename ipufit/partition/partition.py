@@ -11,21 +11,6 @@ from torch import nn
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = [
-    "AFTER",
-    "BLOCK",
-    "NOT_DIVIDED",
-    "STRATEGIES",
-    "Partition",
-    "Partitions",
-    "Placed",
-    "begun_by",
-    "first_called",
-    "first_gap",
-    "is_called",
-    "named_stages",
-]
-
 # How the names of the blocks begin that ipufit begins itself.
 BLOCK = "ipufit "
 # How a beginning is written that is no call of a module, but the return from its call.

@@ -14,8 +14,6 @@ from ipufit.partition.partition import is_called
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
 
-__all__ = ["checkpoint_outputs", "resolve_recompute", "watch_calls"]
-
 
 def resolve_recompute(module: nn.Module, recompute: object, jit: str) -> Tuple[str, ...]:
     """Names of the layers, in the order of the module.

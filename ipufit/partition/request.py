@@ -11,15 +11,6 @@ from ipufit.partition.partition import STRATEGIES
 from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = [
-    "POPTORCH_STRATEGIES",
-    "Parallel",
-    "PartitionRequest",
-    "count_of",
-    "kind_of",
-    "strategy_of",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:

@@ -23,8 +23,6 @@ from ipufit.partition.request import POPTORCH_STRATEGIES, PartitionRequest, coun
 from ipufit.partition.serialization import serialized_layers
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = ["AUTO", "check_splits", "resolve_partition", "resolve_partitions"]
-
 # The value of ``stages`` that leaves the division to ipufit.
 AUTO = "auto"
 

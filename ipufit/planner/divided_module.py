@@ -20,8 +20,6 @@ from ipufit.utils.interrupts import defer_sigint
 if TYPE_CHECKING:
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["DividedModule"]
-
 
 class DividedModule:
     """A compiled module and where it lies on IPUs, stages included that show with a micro-batch.

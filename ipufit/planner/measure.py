@@ -25,8 +25,6 @@ from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.state import call_with, watch_modules
 
-__all__ = ["CallTrace", "Segment", "measure", "stages_of_blocks"]
-
 
 @dataclasses.dataclass
 class Segment:

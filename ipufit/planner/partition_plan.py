@@ -25,8 +25,6 @@ from ipufit.planner.rendering import WIDTH, columns, flops, share, size
 from ipufit.utils.console import TextReport
 from ipufit.utils.error_collector import one_of
 
-__all__ = ["PartitionPlan", "Planned", "apply_plan", "fingerprint"]
-
 _STAGE = "stage begins with"
 _MEMORY_COLUMNS = (
     *(_STAGE, "weights", "gradients", "optimizer", "activations", "recomputed", "total", "of IPU"),

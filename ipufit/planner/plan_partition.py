@@ -22,8 +22,6 @@ from ipufit.planner.pipeline_schedule import SCHEDULES, PipelineSchedule
 from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
-__all__ = ["EstimatorMaker", "plan_partition"]
-
 # From a micro-batch, the partition whose rules are checked, and the layers from whose outputs
 # recomputation starts.
 EstimatorMaker = Callable[[MicroBatch, Optional[Partition], Sequence[str]], PartitionEstimator]

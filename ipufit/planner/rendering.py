@@ -8,8 +8,6 @@ from typing import Any, List, Mapping, Sequence, Union
 from ipufit.planner.pipeline_schedule import Timeline
 from ipufit.utils.figures import new_figure, save_figure
 
-__all__ = ["WIDTH", "columns", "draw", "flops", "share", "size"]
-
 # Characters of a line, and of the names of stages at least.
 WIDTH, _LEAST = 100, 12
 

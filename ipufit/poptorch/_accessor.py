@@ -29,8 +29,6 @@ from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._ring_buffer import RingBufferReader
 from ipufit.poptorch.enums import SharingStrategy
 
-__all__ = ["AsynchronousDataAccessor", "BatchReader", "DataProcess"]
-
 
 class BatchReader:
     """Reads what a ``DataWorker`` loads, wherever that runs.

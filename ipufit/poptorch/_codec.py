@@ -25,16 +25,6 @@ from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators.custom import CALL_CPU
 from ipufit.utils.codec import MALFORMED, Codec, ValueType
 
-__all__ = [
-    "InvalidContent",
-    "Values",
-    "class_path",
-    "imported_class",
-    "make_codec",
-    "refuse_malformed",
-]
-
-
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _DEVICES = ("cpu", "cuda", "meta")
 _ENUMS = "ipufit.poptorch.enums"

@@ -19,8 +19,6 @@ from ipufit.poptorch._wrapping import (
     wrap,
 )
 
-__all__ = ["HostWeights", "check_module"]
-
 
 def check_module(model: object) -> None:
     """Refuse a model that has no weights which could go to a device, as PopTorch does.

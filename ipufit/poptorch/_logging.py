@@ -13,8 +13,6 @@ from typing import Dict, Optional, TextIO, Tuple, Type, Union
 
 from ipufit.tracing.ipu_only import PopTorchError
 
-__all__ = ["Error", "error", "logger", "setLogLevel", "setPopartLogLevel"]
-
 
 class Error(PopTorchError):
     """Anything that compiling or running a model refuses.

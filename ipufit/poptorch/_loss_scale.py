@@ -12,15 +12,6 @@ from torch import Tensor, fx
 from ipufit.poptorch._logging import error
 from ipufit.tracing.graph_analysis import schema_of
 
-__all__ = [
-    "FINAL_SCALE",
-    "UPDATE_FACTOR",
-    "AutomaticLossScale",
-    "ScalingSettings",
-    "Tracked",
-    "count_large",
-]
-
 UPDATE_FACTOR = "lossScaleUpdateFactor"
 
 # The factor by the optimizer's loss scaling.

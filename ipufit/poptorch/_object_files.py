@@ -36,19 +36,6 @@ from ipufit.poptorch._options.execution import (
 from ipufit.poptorch._options.options import Options
 from ipufit.poptorch._wrapping import isWrapped
 
-__all__ = [
-    "UnknownClass",
-    "WeightsOnly",
-    "module_from_values",
-    "module_to_values",
-    "optimizer_from_values",
-    "optimizer_to_values",
-    "options_from_values",
-    "options_to_values",
-    "weights_from_values",
-]
-
-
 # What torch itself keeps of a module; the rest of its attributes are the user's.
 _OWN = frozenset(nn.Module().__dict__)
 

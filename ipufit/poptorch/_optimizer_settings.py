@@ -13,18 +13,6 @@ import torch
 from ipufit.poptorch import optim
 from ipufit.poptorch._logging import Error, error
 
-__all__ = [
-    "OPTIMIZERS",
-    "OptimizerKind",
-    "OptimizerSettings",
-    "Value",
-    "Values",
-    "check_replacement",
-    "class_of",
-    "kind_of",
-    "settings_of",
-]
-
 
 class OptimizerKind(enum.Enum):
     """Update rules of a device; the value is the rule's name in the log."""

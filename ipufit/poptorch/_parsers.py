@@ -16,18 +16,6 @@ from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators.custom import attributes_lists
 from ipufit.poptorch._tracing import tracing
 
-__all__ = [
-    "ATTR_PREFIX",
-    "ICustomArgParser",
-    "accessAttributes",
-    "flattenTensorStructure",
-    "getIpuTensorId",
-    "parser_of",
-    "reconstructTensorStructure",
-    "registerCustomArgParser",
-    "registerGeometricCustomArgParsers",
-]
-
 ATTR_PREFIX = "attr:"
 
 

@@ -39,22 +39,6 @@ from ipufit.tracing.interpreter import Listener, OperatorCall
 from ipufit.utils import tree
 from ipufit.utils.state import replaced
 
-__all__ = [
-    "DEVICE_DTYPES",
-    "FloatCheck",
-    "check_input",
-    "device_dtype",
-    "half_computed",
-    "keep_float64",
-    "keeps_float64",
-    "makes_half",
-    "narrowed",
-    "narrowed_output",
-    "output_dtype",
-    "record_half",
-    "trap_overflow",
-]
-
 
 class _Present:
     """State of the block that is running.

@@ -25,20 +25,6 @@ from ipufit.poptorch._tracing import Trace
 from ipufit.poptorch.options import Options
 from ipufit.utils.files import replace_file
 
-__all__ = [
-    "FORMAT_VERSION",
-    "ExecutableCache",
-    "Path",
-    "file_to_write",
-    "invalid",
-    "program_from_values",
-    "program_to_values",
-    "read_file",
-    "through_cache",
-    "write_file",
-]
-
-
 Path = Union[str, "os.PathLike[str]"]
 
 FORMAT_VERSION = 2

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ipufit.poptorch._logging import logger
 
-__all__ = ["RingBufferReader", "RingBufferWriter"]
-
 
 class _RingBuffer:
     """The slots, and where this side of the ring stands.

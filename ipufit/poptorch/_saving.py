@@ -43,8 +43,6 @@ from ipufit.poptorch.enums import CommGroupType, ConnectionType, VariableRetriev
 from ipufit.poptorch.optim import DeviceState
 from ipufit.poptorch.options import Options
 
-__all__ = ["Saved", "check_fits", "check_state", "read", "write"]
-
 
 @dataclasses.dataclass
 class Saved:

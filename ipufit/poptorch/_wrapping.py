@@ -36,30 +36,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ipufit.poptorch._logging import error
 
-__all__ = [
-    "ExecutorLink",
-    "WeightSource",
-    "WrappedModel",
-    "WrappedTensor",
-    "as_plain",
-    "check_not_wrapped",
-    "host_tensors",
-    "isWrapped",
-    "links_of",
-    "living",
-    "pull",
-    "quietly",
-    "reduced_as_plain",
-    "rewrapModelIfNecessary",
-    "set_links",
-    "sharing_links",
-    "subclass",
-    "tensors_of",
-    "unwrap",
-    "unwrapModelIfNecessary",
-    "wrap",
-]
-
 
 @contextlib.contextmanager
 def as_plain(value: object, plain: Type[object]) -> Iterator[None]:

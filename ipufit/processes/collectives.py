@@ -18,15 +18,6 @@ from ipufit.processes.group import Processes, as_bytes
 if TYPE_CHECKING:
     from ipufit.processes.connection import PendingWork
 
-__all__ = [
-    "PendingReduceScatter",
-    "all_gather_parts",
-    "gather_parts",
-    "part_of",
-    "reduce_scatter",
-    "start_all_gather",
-]
-
 # Bytes of all processes that are under way at a time; a copy of them is made.
 _WINDOW = 25 * 2**20
 

@@ -13,8 +13,6 @@ from ipufit.errors import ConfigurationError
 from ipufit.processes.group import ALONE, TIMEOUT, Processes
 from ipufit.processes.launchers import Rendezvous, find_launcher, find_rendezvous, parse_address
 
-__all__ = ["current", "distributed"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:

@@ -20,8 +20,6 @@ from typing import Callable, Mapping, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["LauncherInfo", "Rendezvous", "find_launcher", "find_rendezvous", "parse_address"]
-
 # Of Slurm's steps that are no srun: the interactive shell, the batch script, the rest.
 _NO_STEPS = {"4294967290", "4294967291", "4294967292", "4294967293"}
 _PORTS = range(20000, 30000)  # below those that systems hand out by themselves

@@ -24,8 +24,6 @@ from ipufit.report.files import OF_PROCESS, OF_TENSORS
 from ipufit.tracing.layers import layers_of, note_calls, output_shapes
 from ipufit.utils.devices import memory_of_tensors, name_of
 
-__all__ = ["CapturedWarnings", "environment", "layers", "partition", "totals"]
-
 
 def environment(session: ObservedSession, device: torch.device) -> Dict[str, str]:
     """Describe versions, the device and the processes of a run."""

@@ -9,8 +9,6 @@ from typing import Dict, List, Sequence
 
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["COLUMNS", "MOST_ROWS", "SUMS", "ExecutionTable", "columns_of", "largest"]
-
 # Of a row: when it begins, in seconds since the run did; what it is; and its seconds by phase.
 COLUMNS = (
     "begin",

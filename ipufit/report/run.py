@@ -10,8 +10,6 @@ from ipufit.report.files import Facts, plain, read_facts, read_rows
 from ipufit.report.rows import SUMS, largest
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["NamedRuns", "Run", "binned", "ends", "samples_per_second", "summarize_run", "total"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:

@@ -28,8 +28,6 @@ from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators, update_key
 from ipufit.utils.state import copy_optimizer_state, device_of, preserve_state
 
-__all__ = ["EagerEngine", "EagerProgram"]
-
 
 class EagerEngine(Engine):
     """Runs one micro-batch after the other, like a hand-written loop, and logs every execution.

@@ -17,8 +17,6 @@ from ipufit.engines.program import (
     TrainState,
 )
 
-__all__ = ["RecordingEngine", "RecordingProgram"]
-
 
 class RecordingEngine(Engine):
     """Builds programs that record their inputs, for tests.

@@ -34,18 +34,6 @@ from ipufit.utils.random_operators import draw_on_host, draws
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import replaced
 
-__all__ = [
-    "UNREGISTERED",
-    "capture",
-    "capture_error",
-    "describe_frame",
-    "fault_error",
-    "makes_shape",
-    "may_run_eagerly",
-    "recordable",
-    "value_error",
-]
-
 _TORCH_MODULES = os.path.join(TORCH_PATH, "nn") + os.sep
 _TORCH_AUTOGRAD = os.path.join(TORCH_PATH, "autograd") + os.sep
 _TORCH_PACKING = os.path.join(_TORCH_MODULES, "utils", "rnn.py")

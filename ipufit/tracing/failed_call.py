@@ -49,8 +49,6 @@ from ipufit.tracing.validate import find_unregistered
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.state import fork_rng
 
-__all__ = ["explain", "find_nonfinite"]
-
 _FUNCTIONAL = os.path.join(TORCH_PATH, "nn", "functional.py")
 _RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in dis.opmap}
 

@@ -18,17 +18,6 @@ from torch.utils.dlpack import from_dlpack
 
 from ipufit.utils.state import as_pairs
 
-__all__ = [
-    "FlatBlock",
-    "FlatStorage",
-    "Slot",
-    "extent",
-    "flat_of",
-    "flatten_like",
-    "group_alike",
-    "storage_id",
-]
-
 # Where torch exchanges memory with other libraries, and so with itself.
 _EXCHANGES = ("cpu", "cuda")
 

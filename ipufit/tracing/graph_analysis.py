@@ -11,19 +11,6 @@ from torch import Tensor, fx
 
 from ipufit.utils.random_operators import draws
 
-__all__ = [
-    "NORMS",
-    "GraphSignature",
-    "Memories",
-    "alive_bytes",
-    "needed_nodes",
-    "nodes_in",
-    "operator_name",
-    "peak_bytes",
-    "same_constants",
-    "schema_of",
-]
-
 # They write running statistics (arguments 3 and 4) while training (argument 5), which their schemas
 # don't say.
 NORMS = {

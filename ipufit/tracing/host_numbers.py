@@ -22,14 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ipufit.utils.state import replaced
 
-__all__ = [
-    "HostNumbers",
-    "HostProgram",
-    "HostWriteError",
-    "Number",
-    "is_host_number",
-]
-
 Number = Union[int, float, Tensor]
 
 # Of the inputs: the numbers that the graph takes and the further results; None where it does not

@@ -17,14 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.utils import tree
 
-__all__ = [
-    "InstrumentedInterpreter",
-    "Listener",
-    "OperatorCall",
-    "watch_functions",
-    "watch_operators",
-]
-
 
 @dataclasses.dataclass
 class OperatorCall:

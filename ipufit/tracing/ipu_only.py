@@ -15,16 +15,6 @@ from torch import Tensor
 from ipufit.errors import CaptureError
 from ipufit.utils import tree
 
-__all__ = [
-    "PopTorchError",
-    "describe_hints",
-    "for_this_engine",
-    "is_for_this_engine",
-    "only_on_ipus",
-    "record_hints",
-    "report_hint",
-]
-
 _MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)
 
 

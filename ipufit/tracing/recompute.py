@@ -17,8 +17,6 @@ from ipufit.tracing.graph_analysis import NORMS, Memories, schema_of
 from ipufit.tracing.recording import is_backward, mark_again, mark_backward, segment_of
 from ipufit.utils.random_operators import draws
 
-__all__ = ["recompute_layers"]
-
 
 def recompute_layers(graph: fx.GraphModule) -> int:
     """Change the graph in place, so that its marked layers are computed again.

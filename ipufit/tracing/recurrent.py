@@ -34,20 +34,6 @@ from ipufit.core.precision import autocast_state
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import recurrent_on_gpu, replaced
 
-__all__ = [
-    "ARGUMENTS",
-    "BACKWARD",
-    "FORWARD",
-    "KINDS",
-    "LIBRARY",
-    "SecondGradientError",
-    "call_whole",
-    "run_backward",
-    "run_forward",
-    "time_steps",
-    "whole_recurrent_layers",
-]
-
 # What torch may use: attributes as of ``replaced``.
 _Kernels = Sequence[Tuple[object, str, object]]
 # Names of torch's functions, with how many rows of the weights a hidden unit has.

@@ -21,8 +21,6 @@ from ipufit.tracing.user_lines import Frame, Lines
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import LOCK, Generators, generator_state
 
-__all__ = ["advise_call", "describe_draw", "reachable_generators", "record_alone", "refuse_draws"]
-
 
 def advise_call(frame: Optional[Frame]) -> str:
     """Which call of torch's to use instead of the one in a line, as a sentence."""

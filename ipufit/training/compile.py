@@ -55,8 +55,6 @@ from ipufit.utils.error_collector import ErrorCollector, at_least, one_of
 if TYPE_CHECKING:
     from ipufit.training.merge_settings import SettingsSource
 
-__all__ = ["CompileConfig", "build_session", "pair_of_options"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CompileConfig(IpuArguments):

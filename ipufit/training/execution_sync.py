@@ -18,8 +18,6 @@ from ipufit.errors import NonFiniteLossError, ProcessError
 from ipufit.processes import Processes, common
 from ipufit.utils import tree
 
-__all__ = ["ExecutionSync", "refuse_other_order"]
-
 
 class ExecutionSync:
     """One program in each process, which run the same executions.

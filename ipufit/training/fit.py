@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ipufit.checkpoint.manager import CheckpointManager
     from ipufit.report.recorder import Recorder
 
-__all__ = ["describe_run", "evaluate", "fit", "predict", "stream"]
-
 _END = object()
 
 # What lets a device run again, and is done here: a new program attaches to it.

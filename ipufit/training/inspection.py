@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ipufit.planner.partition_plan import PartitionPlan
     from ipufit.tracing.comparison import Comparison
 
-__all__ = ["InspectionMixin"]
-
 
 @with_hints("check", "preflight")
 class InspectionMixin:

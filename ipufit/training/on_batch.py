@@ -15,8 +15,6 @@ from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import eval_mode, train_mode
 
-__all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
-
 
 def as_batch(x: object, y: object, sample_weight: object) -> Any:
     """A batch as a loader would yield it, of arrays where it has tables and lists of numbers."""

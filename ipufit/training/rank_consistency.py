@@ -27,8 +27,6 @@ from ipufit.utils.state import device_of
 if TYPE_CHECKING:
     from ipufit.checkpoint.training_state import RestoredState
 
-__all__ = ["sync_inference_config", "sync_run_config"]
-
 
 def sync_run_config(session: Session, given: FitConfig) -> FitConfig:
     """Agree on what is trained, and begin with what process 0 has: checkpoint, seed and weights.

@@ -36,15 +36,6 @@ from ipufit.utils.console import is_fault_of_ours, warn_user
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode, train_mode
 
-__all__ = [
-    "FailureExplainer",
-    "check_call",
-    "check_class_weights",
-    "prepare_tail",
-    "probe",
-    "wrap_batch_errors",
-]
-
 
 @dataclasses.dataclass
 class FailureExplainer:

@@ -26,16 +26,6 @@ from ipufit.utils.random_streams import isolated
 if TYPE_CHECKING:
     from ipufit.tracing.layers import Layer
 
-__all__ = [
-    "batch_of",
-    "check_options",
-    "no_batch",
-    "sample_for",
-    "sample_of",
-    "stripped",
-    "summarize",
-]
-
 _HEAD = ("layer", "class", "output shape", "parameters", "trainable", "notes")
 _TEXT = (0, 1, 2, 5)  # columns that may be broken into lines
 _GAP = "  "

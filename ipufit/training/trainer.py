@@ -23,8 +23,6 @@ from ipufit.utils.fault_injection import raise_injected_fault
 from ipufit.utils.interrupts import ForkGuard, defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = ["Job", "PredictionObserver", "Trainer"]
-
 
 @dataclasses.dataclass
 class Job(Measurement):

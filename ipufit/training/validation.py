@@ -17,8 +17,6 @@ from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode
 
-__all__ = ["ValidationRunner"]
-
 
 class ValidationRunner:
     """Evaluates held-out data after each epoch of a fit, with random numbers of its own.

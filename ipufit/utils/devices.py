@@ -17,25 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.errors import ConfigurationError
 
-__all__ = [
-    "HOST",
-    "DeviceGenerator",
-    "TimingEvent",
-    "accelerator_states",
-    "can_pin",
-    "check_devices",
-    "clear_cache",
-    "devices_in_use",
-    "generator_of",
-    "is_keyed",
-    "is_out_of_memory",
-    "memory_of_tensors",
-    "name_of",
-    "set_accelerator_states",
-    "synchronize",
-    "timing_event",
-]
-
 HOST = torch.device("cpu")
 
 # What a device raises that lacks an ability.

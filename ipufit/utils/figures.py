@@ -9,8 +9,6 @@ from typing import Any, Dict, Tuple, Union
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import notebook_shell
 
-__all__ = ["new_figure", "save_figure"]
-
 
 def new_figure(caller: str, size: Tuple[float, float]) -> Any:
     """A matplotlib ``Figure`` that needs no window.

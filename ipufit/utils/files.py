@@ -10,8 +10,6 @@ from typing import Dict, Iterator, Mapping
 
 from torch import Tensor
 
-__all__ = ["part_of", "replace_file", "sync_folder", "write_tensors", "write_text"]
-
 
 def part_of(name: str) -> str:
     """The hidden name under which this thread makes a file or folder, or takes it away."""

@@ -19,15 +19,6 @@ from typing import Callable, Dict, Iterable, Iterator, List, Optional, Type
 
 from ipufit.errors import ConfigurationError
 
-__all__ = [
-    "ForkGuard",
-    "defer_sigint",
-    "exit_at_sigterm",
-    "is_interrupted",
-    "starting_processes",
-    "summarized_interrupt",
-]
-
 _START = multiprocessing.process.BaseProcess.start.__code__
 _LOADER = "torch.utils.data.dataloader"
 

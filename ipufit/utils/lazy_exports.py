@@ -8,8 +8,6 @@ import pkgutil
 import sys
 from typing import Callable, List, Mapping, Optional, Tuple
 
-__all__ = ["lazy_exports"]
-
 
 def lazy_exports(
     package: str, moved: Optional[Mapping[str, str]] = None

@@ -17,8 +17,6 @@ from typing import Iterator, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["free_at_once", "give_back_freed_memory", "keep_freed_memory", "reused_empty"]
-
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 

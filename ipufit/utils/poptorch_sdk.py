@@ -13,24 +13,6 @@ import os
 import sys
 from typing import Any, Callable, Container, Iterator, NoReturn, Optional, Sequence
 
-__all__ = [
-    "CHOICES",
-    "CLAIM_IPUS",
-    "DOOR",
-    "STANDIN",
-    "begin_block",
-    "blocks_watched",
-    "check_alone",
-    "install",
-    "installed",
-    "refuse",
-    "sdk_in_use",
-    "sdk_kind",
-    "search_in",
-    "stands_in",
-    "trace_with",
-]
-
 CHOICES = ("auto", "sdk", "standin")
 
 # What processes that this one starts read, too.

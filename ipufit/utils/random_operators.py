@@ -17,8 +17,6 @@ from ipufit.errors import ConfigurationError
 from ipufit.utils import tree
 from ipufit.utils.devices import HOST, is_keyed
 
-__all__ = ["HostDraws", "draw_on_host", "draws", "hoist_draws", "uses_random_numbers"]
-
 
 def uses_random_numbers(graph: fx.GraphModule) -> bool:
     """Tell whether the graph draws from a random generator."""

@@ -33,23 +33,6 @@ from ipufit.errors import ConfigurationError
 from ipufit.utils.devices import HOST, devices_in_use, generator_of, is_keyed
 from ipufit.utils.random_operators import HostDraws
 
-__all__ = [
-    "LOCK",
-    "DataStream",
-    "Generators",
-    "draw_seed",
-    "generator_state",
-    "hashable",
-    "isolated",
-    "micro_batch_key",
-    "same_state",
-    "seed_everything",
-    "seed_generators",
-    "set_generator",
-    "stream_key",
-    "update_key",
-]
-
 # torch has one generator and one recorder in a process: threads take turns.
 LOCK = threading.RLock()
 

@@ -17,18 +17,6 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = [
-    "Leaf",
-    "Structure",
-    "Tree",
-    "flatten",
-    "flatten_with_paths",
-    "is_sequence",
-    "map_leaves",
-    "tensors",
-    "unflatten",
-]
-
 # A nested value of any depth, such as a batch or the outputs of a module.
 Tree = Any
 # What a tree holds that is no container: tensors, most of all.

@@ -16,21 +16,6 @@ from ipufit.tracing.untraced_random import advise_call, describe_draw
 from ipufit.tracing.user_lines import Frame
 from ipufit.utils.console import TextReport
 
-__all__ = [
-    "CheckReport",
-    "Finding",
-    "Findings",
-    "changed_at",
-    "differs_at",
-    "drawn_at",
-    "error_at",
-    "generator_at",
-    "output_at",
-    "outside_at",
-    "seeded_at",
-    "titles_of",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:

@@ -30,18 +30,6 @@ from ipufit.utils import tree
 from ipufit.utils.random_operators import draws
 from ipufit.utils.state import replaced
 
-__all__ = [
-    "Operation",
-    "OperationRecorder",
-    "OutputEvents",
-    "Reads",
-    "TraceDifference",
-    "differences",
-    "digest",
-    "quiet",
-    "same_results",
-]
-
 
 @dataclasses.dataclass
 class Operation:

@@ -22,8 +22,6 @@ from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recu
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils import tree
 
-__all__ = ["CheckRun", "ModuleUnderTest"]
-
 
 @dataclasses.dataclass
 class CheckRun:

@@ -12,8 +12,6 @@ from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.user_lines import Frame, users_module
 from ipufit.tracing.validate import line_of
 
-__all__ = ["defined_at", "mode_findings", "untrained_findings"]
-
 _UNUSED = (
     "never gets a gradient: nothing that the loss depends on uses it",
     "Use it in forward, or remove it; to keep its values on purpose, freeze it with "

@@ -22,8 +22,6 @@ from ipufit.utils import tree
 from ipufit.utils.console import TextReport
 from ipufit.utils.devices import accelerator_states
 
-__all__ = ["InvarianceCause", "InvarianceReport", "InvarianceSetting", "find_causes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class InvarianceSetting:

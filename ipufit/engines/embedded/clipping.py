@@ -11,8 +11,6 @@ from torch import Tensor
 from ipufit.core.train_config import Clip, GroupClips
 from ipufit.tracing.flat_storage import FlatBlock
 
-__all__ = ["GradientTransform", "clipped"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GradientTransform:

@@ -23,8 +23,6 @@ from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, Operat
 from ipufit.tracing.source_map import CallRecorder, Origin, TracedCall, trace_calls
 from ipufit.utils import tree
 
-__all__ = ["ReferenceComparison"]
-
 _DETACH = "aten.detach.default"
 _NOWHERE = Origin()
 

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Decision, Merger
     from ipufit.engines.embedded.inductor.store import Libraries
 
-__all__ = ["EngineContext"]
-
 # Traced steps, and decisions about them, that are kept for later programs; the least recently used
 # go first.
 _KEPT = 64

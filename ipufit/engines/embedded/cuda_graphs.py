@@ -19,19 +19,6 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.utils.random_streams import LOCK
 
-__all__ = [
-    "CapturedGraph",
-    "CudaGraphs",
-    "Draw",
-    "GraphMaker",
-    "Sent",
-    "Static",
-    "check_cudagraph",
-    "graph_maker",
-    "keeps_its_form",
-    "why_no_graphs",
-]
-
 # Says that what follows draws from the stream of random numbers at a place, which starts at a key.
 Draw = Callable[[int, int], None]
 

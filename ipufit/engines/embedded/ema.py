@@ -11,8 +11,6 @@ from ipufit.core.train_config import EMA
 from ipufit.engines.external_changes import changed_shape
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
-__all__ = ["MovingAverages", "OptimizerMode"]
-
 # In which weights that went to eval mode and back may differ by rounding, in units of the dtype's.
 _ROUNDING = 64
 

@@ -28,8 +28,6 @@ from ipufit.tracing.capture import may_run_eagerly
 from ipufit.tracing.ipu_only import describe_hints
 from ipufit.utils.devices import check_devices
 
-__all__ = ["EmbeddedEngine"]
-
 _OFFLOADED = "The optimizer's state is in host memory, and on the device only during updates."
 _NOT_OFFLOADED = "offload_optimizer changes nothing, because the module is in host memory itself."
 

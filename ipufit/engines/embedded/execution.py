@@ -25,17 +25,6 @@ from ipufit.tracing.grad_step import OutputShape, ReportedScalars, unpack_report
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
 
-__all__ = [
-    "ExecutionOutputs",
-    "ExecutionWork",
-    "Transfer",
-    "UpdateWay",
-    "WholeUpdates",
-    "losses_of",
-    "pack",
-    "unpack",
-]
-
 
 class WholeUpdates(abc.ABC):
     """Makes whole updates, each in one call."""

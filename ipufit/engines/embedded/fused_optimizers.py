@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ipufit.optim.rules import AdamRule, AdamWRule, OptimizerRule
 
-__all__ = ["FusedKernel", "fused_for", "numbers_for"]
-
 # Changes parameters and state in place: flat parameters, flat gradients, both moments, the largest
 # second moments of amsgrad or an empty list, which update of the group it is, from 1, and what
 # :func:`numbers_for` makes of the group's settings.

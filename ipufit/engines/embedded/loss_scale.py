@@ -12,8 +12,6 @@ from torch import Tensor
 from ipufit.core.train_config import LossScale
 from ipufit.errors import NonFiniteLossError
 
-__all__ = ["ScaleState", "Scaler"]
-
 # Halved from 2**15 so far, the scale has nothing to do with the trouble any more.
 _SMALLEST = 2.0**-24
 # Doubled beyond this, the scaled loss itself leaves the range of float32.

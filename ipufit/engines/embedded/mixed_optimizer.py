@@ -16,8 +16,6 @@ from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.optim.several import has_step_hooks, members_of
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
-__all__ = ["MixedOptimizer", "make_mixed"]
-
 
 class MixedOptimizer(CompositeOptimizer):
     """Each parameter group in the hands of what applies its optimizer.

@@ -15,15 +15,6 @@ from ipufit.processes import current
 from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import public_name
 
-__all__ = [
-    "STATE_IS_FROM_BEFORE",
-    "first_non_finite",
-    "refuse_detection",
-    "refuse_gradients",
-    "refuse_loss",
-    "refuse_weights",
-]
-
 STATE_IS_FROM_BEFORE = "The weights, buffers and optimizer state are those from before that update."
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ipufit.utils.devices import can_pin
 
-__all__ = ["HostMemory", "StateMemory", "state_memory"]
-
 
 class StateMemory:
     """The state stays where the module is.

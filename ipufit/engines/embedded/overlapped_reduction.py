@@ -22,8 +22,6 @@ from ipufit.processes.group import give_back, summable
 if TYPE_CHECKING:
     from ipufit.processes.connection import PendingWork
 
-__all__ = ["BUCKET", "BucketSums", "Overlap", "buckets_of"]
-
 # Bytes of a bucket, as torch's DistributedDataParallel has them.
 BUCKET = 25 * 2**20
 

@@ -17,8 +17,6 @@ from ipufit.tracing.find_nonfinite import NonFiniteSearch
 from ipufit.tracing.interpreter import InstrumentedInterpreter, watch_operators
 from ipufit.tracing.source_map import NodeOrigins, SourceTracker, trace_calls
 
-__all__ = ["Replay"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Replay:

@@ -22,8 +22,6 @@ from ipufit.optim.several import has_step_hooks
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike
 from ipufit.utils.state import is_of_torch
 
-__all__ = ["TracedOptimizer"]
-
 # Settings of each group that are others than now.
 _Changes = List[Dict[str, Any]]
 

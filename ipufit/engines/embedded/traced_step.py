@@ -17,8 +17,6 @@ from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import isolated
 
-__all__ = ["EagerStep", "Seeding", "TracedStep", "Update", "computing"]
-
 
 @contextlib.contextmanager
 def computing(device: torch.device, is_random: bool) -> Iterator[None]:

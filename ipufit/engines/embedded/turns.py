@@ -16,16 +16,6 @@ from ipufit.losses import Loss, Turn
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 
-__all__ = [
-    "Move",
-    "TurnOptimizer",
-    "TurnState",
-    "by_micro_batch",
-    "moves_of",
-    "parts_of",
-    "turn_states",
-]
-
 
 @dataclasses.dataclass(eq=False)
 class TurnState:

@@ -28,8 +28,6 @@ from ipufit.tracing.grad_step import MicroBatchStep, public_name
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
 
-__all__ = ["UpdateRunner"]
-
 
 class UpdateRunner(UpdateWay):
     """Makes one update after another, and sees to it that none is made of what is not finite.

@@ -26,15 +26,6 @@ from ipufit.processes import Processes
 from ipufit.processes.collectives import all_gather_parts, gather_parts, part_of
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, Slot, flatten_like, group_alike
 
-__all__ = [
-    "ShardedOptimizer",
-    "StateParts",
-    "StateShard",
-    "cuts_of",
-    "needs_whole_gradient",
-    "refuse_whole",
-]
-
 
 def cuts_of(block: FlatBlock, count: int, between_parameters: bool) -> List[int]:
     """Where a block is cut into parts of about one size.

@@ -26,8 +26,6 @@ from ipufit.losses import Loss, TurnLoss
 from ipufit.partition.partition import Partitions
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = ["IpuEngine"]
-
 # The most that PopTorch lets one process have: assertSingleInstanceMaxNumIPUs in
 # popart_compiler/source/CompilerImpl.cpp of PopTorch 3.4.
 _MOST_IPUS = 64

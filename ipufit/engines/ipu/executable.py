@@ -28,15 +28,6 @@ from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, public_nam
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
 from ipufit.utils.console import warn_user
 
-__all__ = [
-    "Executable",
-    "Host",
-    "Result",
-    "Trained",
-    "anchors_of",
-    "unwrapped",
-]
-
 _LARGEST = 2**31 - 1
 
 

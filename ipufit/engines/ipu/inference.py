@@ -28,8 +28,6 @@ from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.validate import refuse_unrecordable
 
-__all__ = ["ONE_SHAPE", "IpuContext", "PoptorchInferenceProgram"]
-
 ONE_SHAPE = "several processes with IPUs compile the same programs, for batches of one shape"
 # Compiled inference programs that are kept for later; the least recently used go first.
 _KEPT = 8

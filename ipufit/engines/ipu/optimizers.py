@@ -16,8 +16,6 @@ from ipufit.optim.lamb import LAMB
 from ipufit.optim.several import name_of_optimizer
 from ipufit.optim.state import device_state, load_device_state, torch_state
 
-__all__ = ["DeviceOptimizer", "check_optimizer"]
-
 # What PopTorch takes over, and what it has when nobody says anything.
 _SETTINGS: Dict[Type[torch.optim.Optimizer], Dict[str, object]] = {
     torch.optim.SGD: {

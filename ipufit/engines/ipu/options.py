@@ -28,20 +28,6 @@ from ipufit.partition.partition import BLOCK, Partition
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import update_key
 
-__all__ = [
-    "begin_loss",
-    "block_of",
-    "check_options",
-    "fixes_replicas",
-    "make_options",
-    "new_options",
-    "place",
-    "place_of_profile",
-    "seed_of",
-    "set_profile",
-    "set_replicas",
-]
-
 
 def new_options(sdk: ModuleType, ipus_per_replica: int) -> Any:
     """PopTorch's options for this process, with PopRun's settings where PopRun has started it."""

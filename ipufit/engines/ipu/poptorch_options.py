@@ -15,8 +15,6 @@ from ipufit.partition.request import kind_of
 from ipufit.processes import current
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["PopTorchOptions", "read_settings"]
-
 # OutputMode by its numbers; the last is PopTorch's default.
 _OUTPUT_MODES: Tuple[Optional[OutputMode], ...] = ("final", "every_n", "all", "sum", None)
 _CHANGE = "Leave it out, or change the options."

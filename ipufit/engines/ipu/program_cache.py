@@ -19,8 +19,6 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.tracing.grad_step import public_name
 
-__all__ = ["ProgramCache", "ProgramSelector"]
-
 
 class ProgramCache:
     """Programs by the form of their micro-batches and the size of their calls.

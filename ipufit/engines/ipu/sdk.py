@@ -28,23 +28,6 @@ from ipufit.errors import (
 from ipufit.utils.poptorch_sdk import DOOR, STANDIN, installed
 from ipufit.utils.random_streams import LOCK
 
-__all__ = [
-    "OWNER",
-    "DeviceOwner",
-    "Executor",
-    "alone",
-    "find_sdk",
-    "ignored_options",
-    "is_standin",
-    "keeps_float64",
-    "load_sdk",
-    "load_standin",
-    "sdk_or_none",
-    "translate_errors",
-    "why_no_device",
-    "why_no_sdk",
-]
-
 
 def find_sdk() -> Optional[importlib.machinery.ModuleSpec]:
     """Where the SDK's PopTorch is; None without one. Nothing is imported."""

@@ -24,15 +24,6 @@ from ipufit.losses import Loss
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated, seed_generators
 
-__all__ = [
-    "Size",
-    "filled",
-    "padded",
-    "padding_needed",
-    "refuse_other_shapes",
-    "samples_stand_apart",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Size:

@@ -11,8 +11,6 @@ from ipufit.optim.schedules import settings
 from ipufit.optim.schedules.schedule import Schedule, Scheduler, ScheduleSnapshot, parts
 from ipufit.optim.several import MultiOptimizer, members_of, refuse_unknown_members
 
-__all__ = ["MemberSchedules", "schedules_by_member"]
-
 
 class MemberSchedules:
     """A schedule for each of several optimizers that make an update together, or for some.

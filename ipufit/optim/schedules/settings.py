@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["NOTES", "Settings", "Target", "keep", "number", "numbers_of", "read", "target", "write"]
-
 # Hyper-parameters of a parameter group, by name.
 Settings = Dict[str, Any]
 # Name of a setting, and the place in it where it is a tuple: beta1 is ("betas", 0).

@@ -13,14 +13,6 @@ from ipufit.poptorch._tracing import Numbered, define, tensor_list, tracing, unt
 from ipufit.tracing.ipu_only import is_for_this_engine
 from ipufit.tracing.unread_values import ctc_loss_and_gradient
 
-__all__ = [
-    "CALL_CPU",
-    "CPU",
-    "attributes_lists",
-    "custom_op",
-    "register_custom_op",
-]
-
 
 class _CallSite:
     """A place in a recorded graph that calls a function of the host."""

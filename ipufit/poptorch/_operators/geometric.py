@@ -17,8 +17,6 @@ from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators.replaced import scatter_reduce
 from ipufit.poptorch._tracing import tracing
 
-__all__ = ["register"]
-
 
 def _start(
     src: Tensor, index: Tensor, dim: int, out: Optional[Tensor], dim_size: Optional[int], value: int

@@ -15,8 +15,6 @@ from ipufit.poptorch._tracing import need_kind, node_of, tracing
 from ipufit.tracing.graph_analysis import schema_of
 from ipufit.tracing.recording import current_tracer
 
-__all__ = ["dynamic_slice", "dynamic_update", "getitem", "has_tensor_bounds"]
-
 _WHOLE_NUMBERS = (torch.int16, torch.int32, torch.int64)
 
 # What torch.tensor makes of Python numbers.

@@ -12,8 +12,6 @@ from ipufit.poptorch._options.execution import PipelinedExecution, ShardedExecut
 from ipufit.poptorch._options.group import nearest
 from ipufit.poptorch._options.options import DEFAULT_EXCLUDES, Options
 
-__all__ = ["ignored", "model_options", "report_ignored", "validate"]
-
 
 def _names(text: str) -> FrozenSet[str]:
     return frozenset(text.split())

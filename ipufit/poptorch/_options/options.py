@@ -30,14 +30,6 @@ from ipufit.poptorch._options.group import (
     need_type,
 )
 
-__all__ = [
-    "DEFAULT_EXCLUDES",
-    "DeviceOptions",
-    "Options",
-    "ProgressBar",
-    "ReportOptions",
-]
-
 
 class ProgressBar:
     """Shows the progress of a compilation; called with the progress and its total.

@@ -13,8 +13,6 @@ from ipufit.report.page.sections import Section, lacking
 from ipufit.report.page.summary import final_values, headline
 from ipufit.report.run import NamedRuns
 
-__all__ = ["compared_operators", "compared_plans", "compared_summary"]
-
 _MOST = 600
 # Numbers of a plan that are compared, and what they are called.
 _PLAN = {

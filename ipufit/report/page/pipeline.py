@@ -13,8 +13,6 @@ from ipufit.report.page.curves import OVER_RUN, places_of
 from ipufit.report.page.sections import POINTS, Chart, Section, Series, lacking, rounded
 from ipufit.report.run import Run, binned
 
-__all__ = ["memory", "pipeline", "stage_title"]
-
 # Bars of more tasks than these would be thinner than a line.
 _MOST = 1600
 _PASSES = ("forward", "backward")

@@ -21,8 +21,6 @@ from ipufit.tracing.recording import mark_backward_pass
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
 
-__all__ = ["BatchedGradStep", "BatchedStep", "Forward", "Replayed"]
-
 
 class _Net(ModuleWithLoss):
     """The user's module alone, with the names that it has beside its loss."""

@@ -25,8 +25,6 @@ from ipufit.engines.embedded.batching.rules import BATCHING_RULES, IN_PLACE, SIZ
 from ipufit.tracing.graph_analysis import Memories, operator_name, same_constants
 from ipufit.utils.random_operators import draws
 
-__all__ = ["prove"]
-
 
 def prove(
     small: fx.GraphModule, large: fx.GraphModule, fixed: int, samples: Tuple[int, int]

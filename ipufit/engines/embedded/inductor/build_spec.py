@@ -30,8 +30,6 @@ from ipufit.tracing.graph_analysis import Memories
 from ipufit.utils import tree
 from ipufit.utils.random_operators import draws, hoist_draws
 
-__all__ = ["CompilableUpdate", "UncompilableError", "describe"]
-
 # Operators that torch itself brings along, so that another process has them too.
 _LIBRARIES = ("aten", "prims", "mkldnn")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -37,8 +37,6 @@ from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatStorage
 
-__all__ = ["Compilation", "CompiledUpdates", "CompilerError"]
-
 _LOG = "log.txt"
 _RUN = "import sys; from {0} import main; sys.exit(main(sys.argv[1], sys.argv[2]))"
 _SHOWN = 2000

@@ -12,8 +12,6 @@ import torch
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["loader", "missing", "refuse_missing"]
-
 
 def loader() -> Optional[type]:
     """Return the class that runs a compiled library; None where this torch has none."""

@@ -29,8 +29,6 @@ from ipufit.engines.gradient_reduction import GradientSum, are_finite
 from ipufit.optim import rules
 from ipufit.tracing.flat_storage import FlatBlock, Slot
 
-__all__ = ["BlockSpec", "Request", "SlotSpec", "UpdateFunction", "UpdateSpec"]
-
 # What the text of a graph refers to.
 _NAMES: Mapping[str, object] = {
     "torch": torch,

@@ -19,17 +19,6 @@ from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.recording import is_backward
 
-__all__ = [
-    "FILL",
-    "FREE",
-    "SUM",
-    "CollectiveHooks",
-    "Event",
-    "hoist_gradients",
-    "insert_gradient_hooks",
-    "insert_weight_hooks",
-]
-
 FILL, FREE, SUM = "fill", "free", "sum"
 
 # What happens, and to which piece.

@@ -36,8 +36,6 @@ from ipufit.utils.random_streams import isolated
 if TYPE_CHECKING:
     from ipufit.engines.embedded.passes.collective_hooks import CollectiveHooks
 
-__all__ = ["Lowered", "agree", "lower"]
-
 # How far apart, of the largest value of a tensor, two orders of summation may be.
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3}
 _TOLERANCE_OF_OTHERS = 5e-2

@@ -16,8 +16,6 @@ from ipufit.utils.devices import is_out_of_memory
 from ipufit.utils.random_operators import hoist_draws, uses_random_numbers
 from ipufit.utils.random_streams import isolated, seed_generators
 
-__all__ = ["compile_micro_batch", "compile_update"]
-
 _WHY = (
     "Hands recorded graphs to the backend {!r} of torch.compile; each "
     "computes what the graph does, as was compared when it was compiled."

@@ -27,8 +27,6 @@ from ipufit.utils.random_streams import (
     update_key,
 )
 
-__all__ = ["BaseProgram", "ModuleWeights"]
-
 
 class BaseProgram(Program):
     """The tensors of a program, and what is recorded for each form of micro-batch."""

@@ -16,8 +16,6 @@ from ipufit.engines.embedded.traced_step import TracedStep, computing
 from ipufit.engines.embedded.training_state import on_host
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 
-__all__ = ["InferenceProgram"]
-
 
 class InferenceProgram(BaseProgram):
     """Forward passes, with the loss when evaluating. Works on the module's present weights."""

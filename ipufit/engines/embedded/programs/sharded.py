@@ -27,8 +27,6 @@ from ipufit.optim.rules import rules_for
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss
 
-__all__ = ["FSDPPlacement", "FSDPWeights", "ShardedPlacement"]
-
 
 class ShardedPlacement(StatePlacement):
     """The optimizer's state lies in parts over the processes, as ``shard="optimizer"`` asks.

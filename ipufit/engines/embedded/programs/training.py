@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep, Decision
     from ipufit.tracing.comparison import Comparison, Tolerance
 
-__all__ = ["TrainingProgram"]
-
 _TURNS = "Operators can be timed for one loss, but the updates have several in turn."
 
 

@@ -10,16 +10,6 @@ from ipufit.core import PODS, PodType
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, check_value, nearest, shown
 from ipufit.errors import ConfigurationError
 
-__all__ = [
-    "check_changes",
-    "filled",
-    "incoherent",
-    "migrate_parameters",
-    "parse_changes",
-    "raise_faults",
-    "read",
-]
-
 # Written into every file; they say nothing about a run.
 _ABOUT = frozenset(
     (

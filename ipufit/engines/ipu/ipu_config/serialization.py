@@ -16,8 +16,6 @@ from typing import Dict, Iterator, List, NoReturn, Optional, Tuple, Union
 from ipufit.engines.ipu.ipu_config.parameters import shown
 from ipufit.errors import ConfigurationError, brief_error
 
-__all__ = ["FILE_NAME", "Path", "Token", "find_file", "parse_json", "read_file", "upload"]
-
 Path = Union[str, "os.PathLike[str]"]
 # One of its own, True for that of the login, False for none.
 Token = Union[bool, str, None]

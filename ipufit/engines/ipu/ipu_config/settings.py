@@ -23,8 +23,6 @@ from ipufit.partition.embedding_layers import KINDS
 from ipufit.processes import current
 from ipufit.utils.random_streams import isolated
 
-__all__ = ["changed_parameters", "effects_of", "engine_options", "read_settings", "to_options"]
-
 _CHANGE = "Leave it out, or change the config."
 _RECOMPILE = "Leave it out, or compile with another config."
 _EITHER = "Leave one out."

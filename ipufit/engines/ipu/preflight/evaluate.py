@@ -29,8 +29,6 @@ from ipufit.engines.ipu.preflight.recording import Recording, record
 from ipufit.engines.ipu.preflight.report import PreflightFinding, PreflightReport, merged
 from ipufit.losses import Loss
 
-__all__ = ["of_calls", "preflight"]
-
 _OPERATORS = "operators"
 
 

@@ -34,31 +34,6 @@ from torch import Tensor
 from ipufit.core.compile_arguments import AUTO
 from ipufit.core.train_config import TrainConfig
 
-__all__ = [
-    "CHANGED",
-    "CLIPPED",
-    "COMMIT",
-    "CONDITIONS",
-    "CONSTANT",
-    "FACTS",
-    "LIMITED",
-    "SETTINGS",
-    "SUPPORTED",
-    "UNKNOWN",
-    "UNSUPPORTED",
-    "WHOLE",
-    "CodeLocation",
-    "DeviceTensor",
-    "DispatchedCall",
-    "Fact",
-    "Line",
-    "ParameterGroup",
-    "Table",
-    "refused_arguments",
-    "refused_settings",
-    "unlisted",
-]
-
 SUPPORTED = "supported"
 LIMITED = "supported with limits"
 UNSUPPORTED = "not supported"

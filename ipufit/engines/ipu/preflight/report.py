@@ -16,8 +16,6 @@ from ipufit.engines.ipu.preflight.facts import (
 )
 from ipufit.utils.console import TextReport
 
-__all__ = ["PreflightFinding", "PreflightReport", "merged"]
-
 _VERDICTS = (UNSUPPORTED, UNKNOWN, LIMITED)
 
 
