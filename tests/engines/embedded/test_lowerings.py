@@ -219,8 +219,7 @@ def test_auto_takes_what_is_measured_to_be_faster(choice, way, monkeypatch):
 @needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
-    module = ipufit.engines.embedded.passes.select_kernels
-    right = module.to_channels_last
+    right = cpu_kernels.to_channels_last
 
     def wrong(graph):
         for node in graph.nodes:
@@ -228,7 +227,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
                 node.target = torch.ops.aten.sigmoid.default
         return right(graph)
 
-    monkeypatch.setattr(module, "to_channels_last", wrong)
+    monkeypatch.setattr(cpu_kernels, "to_channels_last", wrong)
     model, engine, history = fitted(Pictures(), jit="kernels")
     assert history.params["jit"] == "graph"
     (why,) = engine.explain(model._session.config, {})

@@ -15,11 +15,7 @@ from ipufit.core.compile_arguments import KERNELS
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.inductor.update_spec import BlockSpec, SlotSpec, UpdateSpec
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
-from ipufit.engines.embedded.passes.cpu_kernels import (
-    restore_outputs,
-    to_channels_last,
-    use_onednn_matmul,
-)
+from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
@@ -176,9 +172,9 @@ def _code(
     """
     source = copied.python_code("self").src
     simplify(copied)
-    use_onednn_matmul(copied)
-    if by_channels and to_channels_last(copied):
-        restore_outputs(copied)
+    cpu_kernels.use_onednn_matmul(copied)
+    if by_channels and cpu_kernels.to_channels_last(copied):
+        cpu_kernels.restore_outputs(copied)
     constants: Dict[str, Tensor] = {}
     inputs = [node for node in copied.nodes if node.op == "placeholder"]
     for node in list(copied.nodes):

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.compile_arguments import GRAPH, KERNELS
-from ipufit.engines.embedded.passes.cpu_kernels import (
-    restore_outputs,
-    results_of_torch,
-    to_channels_last,
-    use_onednn_matmul,
-)
+from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.passes.simplify import (
     Flow,
     call_directly,
@@ -134,9 +129,9 @@ def _with_kernels(graph: fx.Graph) -> str:
     values = [value_of(node) for node in graph.nodes]
     if any(value is not None and value.device.type != "cpu" for value in values):
         return ""
-    products, pictures = use_onednn_matmul(graph), to_channels_last(graph)
+    products, pictures = cpu_kernels.use_onednn_matmul(graph), cpu_kernels.to_channels_last(graph)
     if products or pictures:
-        restore_outputs(graph)
+        cpu_kernels.restore_outputs(graph)
     done = [f"{products} matrix products by oneDNN"] if products else []
     done += [f"{pictures} convolutions and poolings with channels last"] if pictures else []
     return " and ".join(done)
@@ -204,7 +199,7 @@ class _KernelCheck(Listener):
 
     def after(self, call: OperatorCall, result: object) -> None:
         """Compare the result of a call with that of torch's own kernel, where it is another."""
-        pairs = zip(results_of_torch(call), tree.tensors(result))
+        pairs = zip(cpu_kernels.results_of_torch(call), tree.tensors(result))
         self.is_right = self.is_right and all(agree(one, other) for one, other in pairs)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import ipufit
 from ipufit.engines.embedded import timing
-from ipufit.engines.embedded.inductor import build_spec, requirements
 from ipufit.engines.embedded.inductor import compiled as compiled_module
+from ipufit.engines.embedded.inductor import requirements
 from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
 from ipufit.engines.embedded.passes import cpu_kernels
@@ -533,9 +533,9 @@ def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(describ
 
     monkeypatch.setattr(CompiledUpdates, "_begin", begin)
     x, y = data(8)
-    for products in (build_spec.use_onednn_matmul, _other_products):
+    for products in (cpu_kernels.use_onednn_matmul, _other_products):
         torch.manual_seed(0)
-        monkeypatch.setattr(build_spec, "use_onednn_matmul", products)
+        monkeypatch.setattr(cpu_kernels, "use_onednn_matmul", products)
         model, _ = embedded(MLP().double(), "sgd")
         fit(model, x, y)
     assert codes[0] != codes[1]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.inductor import build_spec, requirements
+from ipufit.engines.embedded.inductor import requirements
+from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.engines.embedded.inductor.test_inductor import (
     NETS,
@@ -165,7 +166,7 @@ def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monk
     """Of weights that change, and of matrices in another memory order."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(build_spec, "use_onednn_matmul", _all_by_onednn)
+    monkeypatch.setattr(cpu_kernels, "use_onednn_matmul", _all_by_onednn)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
