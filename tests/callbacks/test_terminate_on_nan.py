@@ -99,7 +99,8 @@ def test_it_may_raise_instead():
     with pytest.raises(NonFiniteLossError) as caught:
         fit(compiled(), spoilt(2), callbacks=[TerminateOnNaN(raise_error=True)])
     assert caught.value.update == 2
-    with pytest.raises(NonFiniteLossError) as caught:
+    warned = pytest.warns(UserWarning, match="finite for every batch of the validation data")
+    with warned, pytest.raises(NonFiniteLossError) as caught:
         fit(
             compiled(),
             validation_data=spoilt(0, count=1),
