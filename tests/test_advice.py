@@ -669,9 +669,9 @@ ADVICE.update(
             lambda: compiled(lambda params: Demanding(params, lr=0.01)),
         ),
         "lbfgs": (
-            lambda: compiled(lambda params: torch.optim.LBFGS([*params])),
-            "Use another, for example 'adam'.",
-            lambda: compiled("adam"),
+            lambda: compiled({"*": "lbfgs"}),
+            "Pass it alone, with one loss, or use another optimizer.",
+            lambda: fit(model=compiled("lbfgs")),
         ),
         "a frozen module": (
             lambda: compiled(module=linear().requires_grad_(False)),

@@ -22,10 +22,6 @@ __all__ = [
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
-# Not one update from one set of gradients.
-_REFUSED: Dict[Type[torch.optim.Optimizer], str] = {
-    torch.optim.LBFGS: "LBFGS evaluates the loss again within an update",
-}
 _ACCEPTED = (
     "a name, a class of torch.optim, an optimizer built from the module's parameters(), a "
     "factory lambda params: optimizer, or several of them"
@@ -67,8 +63,7 @@ def resolve_optimizer(
     Raises:
         UnknownNameError: no optimizer has that name.
         OptimizerError: no trainable parameter, parameters that are not the module's, that belong to
-            two optimizers or to none, one that no program can hold, or something that is no
-            optimizer.
+            two optimizers or to none, or something that is no optimizer.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return _checked(optimizer, named_parameters)
@@ -125,8 +120,7 @@ def class_by_name(name: str) -> Type[torch.optim.Optimizer]:
     classes = _known()
     kind = classes.get(name.lower())
     if kind is None:
-        refused = {refused.__name__.lower() for refused in _REFUSED}
-        raise UnknownNameError("optimizer", name, set(classes) - refused)
+        raise UnknownNameError("optimizer", name, set(classes))
     return kind
 
 
@@ -138,8 +132,6 @@ def settings_by_name(kind: Type[torch.optim.Optimizer]) -> Dict[str, float]:
 def _by_class(
     kind: Type[torch.optim.Optimizer], settings: Mapping[str, float]
 ) -> Callable[[List[nn.Parameter]], torch.optim.Optimizer]:
-    _refuse(kind)
-
     def build(params: List[nn.Parameter]) -> torch.optim.Optimizer:
         try:
             inspect.signature(kind).bind(params, **settings)
@@ -152,15 +144,6 @@ def _by_class(
             ) from error
 
     return build
-
-
-def _refuse(kind: Type[torch.optim.Optimizer]) -> None:
-    for refused, reason in _REFUSED.items():
-        if issubclass(kind, refused):
-            raise OptimizerError(
-                "optimizer must make one update from one set of gradients, got "
-                f"{kind.__name__}: {reason}. Use another, for example 'adam'."
-            )
 
 
 def _trainable(named_parameters: NamedParameters) -> List[nn.Parameter]:
@@ -183,7 +166,6 @@ def _checked(
 ) -> torch.optim.Optimizer:
     """The optimizer, if it is one that ipufit can run and all it holds is the module's."""
     kind = type(optimizer).__name__
-    _refuse(type(optimizer))
     module_parameters = {id(p) for _, p in named_parameters}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

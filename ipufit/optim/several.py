@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
@@ -14,6 +15,7 @@ from ipufit.utils.names import matches_pattern
 __all__ = [
     "MultiOptimizer",
     "by_patterns",
+    "evaluates_again",
     "has_step_hooks",
     "kinds_by_group",
     "members_of",
@@ -143,6 +145,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether there are hooks on an optimizer's step."""
     hooks = vars(optimizer)
     return any(hooks.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+
+
+def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer's step needs a closure that evaluates the loss again."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -101,7 +101,7 @@ def explained(model, capsys):
 
 
 def test_every_optimizer_of_torch_is_held_against_its_loop():
-    """Here or with the rules; SparseAdam in test_plain_loops.py. LBFGS alone is refused."""
+    """Here or with the rules; SparseAdam in test_plain_loops.py, LBFGS in test_closures.py."""
     there = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     by_rule = {"SGD", "Adam", "AdamW", "RMSprop"}
     assert there - {"Optimizer", *OF_TORCH} == {*by_rule, "SparseAdam", "LBFGS"}

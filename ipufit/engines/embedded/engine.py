@@ -20,8 +20,9 @@ from ipufit.engines.embedded.optimizer_state_location import HostMemory
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, OptimizerError
 from ipufit.losses import Loss
+from ipufit.optim.several import evaluates_again, members_of
 from ipufit.partition.partition import Partitions
 from ipufit.processes import current
 from ipufit.tracing.capture import may_run_eagerly
@@ -65,8 +66,18 @@ class EmbeddedEngine(EngineContext):
                 GPU, nothing to compile programs with, an optimizer whose state can't lie in parts,
                 several turns of an update with what works on one loss, or a search for what is not
                 finite where nothing can be run again operator by operator.
+            OptimizerError: one that evaluates the loss again is one of several, or has several
+                losses.
         """
         check_devices([*module.named_parameters(), *module.named_buffers()])
+        came = "losses that take turns" if loss.turns else "a dict or list of optimizers"
+        for member in () if optimizer is None else members_of(optimizer).values():
+            if evaluates_again(member) and (loss.turns or member is not optimizer):
+                raise OptimizerError(
+                    f"{type(member).__name__} evaluates the loss again within an update, and so "
+                    f"must be the only optimizer and have one loss, but got {came}. Pass it "
+                    "alone, with one loss, or use another optimizer."
+                )
         if loss.turns:
             _refuse_with_turns(config)
         if config.detect_nan:

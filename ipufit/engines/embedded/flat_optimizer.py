@@ -25,6 +25,7 @@ from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_a
 
 __all__ = [
     "CompositeOptimizer",
+    "Evaluate",
     "FlatOptimizer",
     "Graphs",
     "Rows",
@@ -40,6 +41,9 @@ Settings = Sequence[Mapping[str, object]]
 
 # Recorded updates, by all that they depend on.
 Graphs = Dict[Tuple[object, ...], Callable[..., List[Tensor]]]
+
+# Computes the loss of an update and its gradients, as they are accumulated, at the present weights.
+Evaluate = Callable[[], Tuple[Tensor, Sequence[Tensor]]]
 
 # For every coming update, the settings of every parameter group.
 Rows = Sequence[Sequence[Mapping[str, Any]]]
@@ -107,9 +111,11 @@ class FlatOptimizer(abc.ABC):
     Attributes:
         memory: where the state is between two updates.
         own_parameters: identities of the parameters whose state is in torch's optimizer alone.
+        evaluate: of the coming update, where the optimizer's step evaluates the loss again.
     """
 
     memory: StateMemory
+    evaluate: Optional[Evaluate] = None
     own_parameters: AbstractSet[int] = frozenset()
 
     @abc.abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,7 +18,7 @@ from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.step_recorder import StepRecorder, UnrecordableError, setting_texts
 from ipufit.engines.external_changes import changed_shape
 from ipufit.optim.schedules import settings
-from ipufit.optim.several import has_step_hooks
+from ipufit.optim.several import evaluates_again, has_step_hooks
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike
 from ipufit.utils.state import is_of_torch
 
@@ -93,6 +93,8 @@ class TracedOptimizer(FlatOptimizer):
         self.why_not = "run_eagerly=True" if run_eagerly else None
         if has_step_hooks(self._optimizer):
             self.why_not = "it has hooks"
+        if evaluates_again(self._optimizer):
+            self.why_not = "it evaluates the loss again"
         self.refresh([self._optimizer.param_groups])
         if self.why_not is None:
             self._bring_back()
@@ -193,12 +195,22 @@ class TracedOptimizer(FlatOptimizer):
             for part, gradients in parts:
                 part._assign(gradients)
             with torch.no_grad(), refuse_missing_half():
-                self._optimizer.step()
+                step: Callable[..., object] = self._optimizer.step
+                step(*([] if self.evaluate is None else [self._evaluate_again]))
         finally:
             for parameter, gradient in zip(parameters, before):
                 parameter.grad = gradient
             for part, _ in parts:
                 part._storage.follow(changed_shape)
+
+    @torch.no_grad()
+    def _evaluate_again(self) -> Tensor:
+        """The closure of an optimizer: return the loss, and have its gradients in parameters."""
+        assert self.evaluate is not None
+        self._storage.follow(changed_shape)
+        loss, gradients = self.evaluate()
+        self._assign(gradients)
+        return loss
 
     def _assign(self, gradients: Sequence[Tensor]) -> None:
         """Give the user's parameters their gradients."""

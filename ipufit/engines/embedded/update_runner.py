@@ -12,7 +12,7 @@ from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay, losses_of
-from ipufit.engines.embedded.flat_optimizer import Rows
+from ipufit.engines.embedded.flat_optimizer import Evaluate, Rows
 from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, refuse_weights
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, Update, computing
@@ -22,11 +22,16 @@ from ipufit.engines.gradient_reduction import GradientReduction, GradientSum, ar
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import CaptureError, NonFiniteLossError
 from ipufit.optim.resolve import sparse_parameters
+from ipufit.optim.several import evaluates_again
 from ipufit.processes import common
-from ipufit.tracing.grad_step import MicroBatchStep, public_name
+from ipufit.tracing.grad_step import MicroBatchStep, ReportedScalars, public_name
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
+
+
+# What micro-batches report, as :class:`ExecutionOutputs` keeps it.
+_Numbers = Sequence[Tuple[Sequence[ReportedScalars], Tensor]]
 
 
 class UpdateRunner(UpdateWay):
@@ -83,6 +88,7 @@ class UpdateRunner(UpdateWay):
         self._with_grad: Set[str] = set()
         # Where gradients of the present update are sparse, for an optimizer that goes by it.
         self._goes_by_indices = bool(sparse_parameters(spec.optimizer))
+        self._evaluates_again = spec.optimizer is not None and evaluates_again(spec.optimizer)
         self._indices: Dict[str, List[Tensor]] = {}
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
@@ -209,6 +215,7 @@ class UpdateRunner(UpdateWay):
             # Where an update is known to be made, nobody needs this: what fails takes all back.
             saves = has_buffers and left is not False
             saved = [copy_of(buffers) for buffers in state.in_place] if saves else []
+            reported = len(results.numbers)
             try:
                 gradients = self._gradients(execution, index, results, move)
                 if execution.moves:
@@ -230,7 +237,12 @@ class UpdateRunner(UpdateWay):
             else:
                 if self._goes_by_indices:
                     state.storage.indices.update(self._common_indices())
+                if self._evaluates_again:
+                    numbers = results.numbers[reported:]
+                    evaluate = self._evaluation(execution, index, move, numbers, gradients)
+                    state.updater.evaluate = evaluate
                 state.updater.apply(gradients)
+                state.updater.evaluate = None
                 state.storage.indices.clear()
                 if self._watches:
                     refuse_weights(state)
@@ -248,6 +260,9 @@ class UpdateRunner(UpdateWay):
     def _bind_present(self, gradients: List[Tensor], rows: Rows, turn: TurnState) -> List[Tensor]:
         """Bind what a gradient has reached in any process; return the gradients of that."""
         present = self._with_grad
+        if self._evaluates_again:
+            # The next evaluation of the same update may reach others.
+            present = {name for block in turn.gradient_blocks for name in block.names}
         if self._processes.is_distributed:
             present = set().union(*self._processes.gather(sorted(present)))
         if not present:
@@ -295,6 +310,67 @@ class UpdateRunner(UpdateWay):
         """Bind again what an update has passed over."""
         if self._state.bind_all() and rows:
             self._state.updater.refresh(rows)
+
+    def _evaluation(
+        self,
+        execution: ExecutionWork,
+        index: int,
+        move: Move,
+        numbers: _Numbers,
+        gradients: Sequence[Tensor],
+    ) -> Evaluate:
+        """Return what evaluates the loss of an update again, with the same random numbers.
+
+        Its first call returns what the update was computed with, if the weights are still the same.
+
+        Args:
+            execution: that the update belongs to.
+            index: of the update in it.
+            move: the turn that it is of.
+            numbers: what its micro-batches have reported.
+            gradients: of the update.
+        """
+        state, first = self._state, [gradient.clone() for gradient in gradients]
+        before = [flat.clone() for flat in state.storage.flats]
+
+        def evaluate() -> Tuple[Tensor, Sequence[Tensor]]:
+            earlier, at_once = [*first], self.at_once
+            first.clear()
+            if earlier and all(map(torch.equal, before, state.storage.flats)):
+                return self._loss(execution, index, numbers), earlier
+            results = ExecutionOutputs()
+            # What is not finite is left to the optimizer.
+            self.at_once = False
+            try:
+                again = self._gradients(execution, index, results, move)
+            finally:
+                self.at_once = at_once
+            if state.varies:
+                again = move.turn.cut(again, state.storage.blocks)
+            return self._loss(execution, index, results.numbers), again
+
+        return evaluate
+
+    def _loss(self, execution: ExecutionWork, index: int, numbers: _Numbers) -> Tensor:
+        """Return the loss, shape (), that the gradient of an update is of.
+
+        Args:
+            execution: that the update belongs to.
+            index: of the update in it.
+            numbers: what its micro-batches have reported.
+        """
+        share = None if execution.shares is None else execution.shares[index]
+        sizes = [batch.size for batch, _ in execution.updates[index]]
+        total = self._reduction.start(sizes, share)
+        kind = torch.promote_types(self._state.storage.flats[0].dtype, torch.float32)
+        for kinds, rows in numbers:
+            for row in rows.reshape(len(kinds), -1).to(kind):
+                count = row[1] if self.counted else None
+                total.collect([row[:1] * (total.next_factor() if count is None else count)], count)
+        if share is not None:
+            like = [torch.zeros(1, dtype=kind, device=self._device)]
+            total.add_others(self._processes, like, self.counted, False)
+        return total.reduced(1.0)[0][0]
 
     def _places_wanted(self, execution: ExecutionWork) -> Set[int]:
         """Return the places among the own micro-batches whose outputs come back."""
