@@ -81,18 +81,25 @@ def is_setting(name: str) -> bool:
     return bool(delimiter and rest) and prefix in GROUPS
 
 
-def check_names(owner: str, names: Iterable[str]) -> None:
+def check_names(owner: str, names: Iterable[str], parameters: Sequence[str]) -> None:
     """Refuse what is no parameter, as Python does with an unknown keyword.
+
+    Args:
+        owner: name of the estimator's class.
+        names: of the arguments.
+        parameters: of the estimator.
 
     Raises:
         TypeError: one of the names has none of the prefixes.
     """
     for name in names:
         if not is_setting(name):
+            near = UnknownNameError("argument", name, parameters).nearest
+            meant = f"Did you mean {near!r}? " if near else ""
             raise TypeError(
-                f"{owner} got an unexpected keyword argument {name!r}. Arguments of the module, "
-                "the optimizer, Model.compile and Model.fit have a prefix: module__, optimizer__, "
-                "compile__, fit__."
+                f"{owner} got an unexpected keyword argument {name!r}. {meant}Arguments of the "
+                "module, the optimizer, Model.compile and Model.fit have a prefix: module__, "
+                "optimizer__, compile__, fit__."
             )
 
 
@@ -181,7 +188,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         verbose: Verbose = 0,
         **settings: object,
     ) -> None:
-        check_names(type(self).__name__, settings)
+        check_names(type(self).__name__, settings, self._get_param_names())
         self.module = module
         self.loss = loss
         self.optimizer = optimizer

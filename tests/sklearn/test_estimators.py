@@ -414,6 +414,13 @@ def test_what_can_not_work_is_refused_by_fit():
         flat.predict(X)
     with pytest.raises(TypeError, match="unexpected keyword argument 'hidden'"):
         classifier(hidden=3)
+    with pytest.raises(TypeError) as caught:
+        ipufit.sklearn.IpufitClassifier(Flat, epoch=3)
+    assert str(caught.value) == (
+        "IpufitClassifier got an unexpected keyword argument 'epoch'. Did you mean 'epochs'? "
+        "Arguments of the module, the optimizer, Model.compile and Model.fit have a prefix: "
+        "module__, optimizer__, compile__, fit__."
+    )
 
 
 def test_an_sgd_with_settings_is_the_sgd_without():

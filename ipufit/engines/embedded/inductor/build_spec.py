@@ -85,8 +85,7 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
     scale = [] if live.scaler is None else [live.scaler.tensor(live.device)]
     leaves = [*example.leaves, *scale]
     leaves += [node.meta["val"] for node in inputs[state + len(leaves) :]]
-    by_channels = recorded.lowered.way == KERNELS
-    source, code, constants, outputs = _code(graph, copied, blocks, by_channels)
+    source, code, constants, outputs = _code(graph, copied, blocks, recorded.lowered.way == KERNELS)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
         SlotSpec(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
