@@ -297,7 +297,7 @@ class Sharded:
                 f"{type(loader).__name__}. Pass tensors, arrays and datasets directly: each "
                 "process reads its part of them."
             )
-        self.loader = loader
+        self.loader: Iterable[object] = loader
 
 
 def asks_for_workers(dataset: object) -> bool:
