@@ -532,3 +532,19 @@ def test_kernels_that_were_compared_by_an_earlier_process_are_not_again(later_pr
     _, engine, again = fitted(net)
     assert engine.way == "kernels"
     assert again.history["loss"] == history.history["loss"]
+
+
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+def test_weights_that_a_run_only_reads_are_not_compared(monkeypatch):
+    """Both runs have the same tensors."""
+    module, compared = ipufit.engines.embedded.passes.select_kernels, []
+    right = module.agree
+
+    def agree(one, other):
+        compared.append(one is other)
+        return right(one, other)
+
+    monkeypatch.setattr(module, "agree", agree)
+    fitted(Wide(), jit="kernels")
+    assert set(compared) == {False}

@@ -172,8 +172,8 @@ def _compare(
                 why = f"other kernels end with {type(error).__name__}" if place else "it fails"
                 raise _DisagreementError(why) from error
             seconds[place] = time.perf_counter() - start
-    pairs = [pair for pair in zip(*results) if pair[0].is_floating_point()]
-    apart = [(one, other) for one, other in pairs if not agree(one, other)]
+    pairs = [(one, other) for one, other in zip(*results) if one is not other]
+    apart = [pair for pair in pairs if pair[0].is_floating_point() and not agree(*pair)]
     # One rounding may put a value on the other side of a ReLU's kink, where its gradient is
     # another. Then results are to be close as a whole, and each kernel's by itself.
     is_close = all((one - other).norm() <= _TOLERANCE_OF_KINKS * one.norm() for one, other in apart)
