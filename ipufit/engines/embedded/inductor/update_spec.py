@@ -242,14 +242,8 @@ def _function(code: str) -> Callable[..., List[Tensor]]:
 _FORMAT = "2"
 # What the function of a specification is made of, and what compiles it.
 _SOURCES = (
-    *(
-        clipping.__file__,
-        gradient_reduction.__file__,
-        rules.__file__,
-        cpu_kernels.__file__,
-        __file__,
-    ),
-    Path(__file__).with_name("worker.py"),
+    *(str(module.__file__) for module in (clipping, gradient_reduction, rules, cpu_kernels)),
+    *(__file__, str(Path(__file__).with_name("worker.py"))),
 )
 
 

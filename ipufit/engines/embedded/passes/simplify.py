@@ -256,8 +256,10 @@ def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:
     assert value is not None
     products = {part.product for part in parts if part.product is not None}
     first = next(each for each in graph.nodes if each is node or each in products)
+    empty = reused_empty if size >= _SMALLEST_WHOLE else torch.empty
     with graph.inserting_before(first):
-        whole = graph.call_function(reused_empty, (size, value.dtype, value.device))
+        place = {"device": value.device, "dtype": value.dtype}
+        whole = graph.call_function(empty, (size,), place)  # type: ignore[arg-type]
     begin, rest = 0, []
     for part in parts:
         if part.product is None:
