@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import time
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -82,24 +82,31 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
 
         owner = fx.GraphModule(graph, nodes)
         meeting = insert_gradient_hooks(owner, sums)
-    others = None if jit == GRAPH else copy.deepcopy(nodes)
-    recorded = _compile(owner, nodes)
-    plain = Lowered(recorded.forward, GRAPH, "", meeting)
-    what = "" if others is None else _with_kernels(others)
-    if others is None or not what:
-        return plain
-    chosen = Lowered(_compile(owner, others).forward, KERNELS, f"Runs {what}.", meeting)
-    flow = Flow(nodes)
-    is_written = [flow.is_written(node) for node in nodes.nodes if node.op == "placeholder"]
 
-    def inputs() -> List[Tensor]:
-        """Copy what a run writes into."""
-        pairs = zip(arguments, is_written)
-        return [value.clone() if written else value for value, written in pairs]
+    @functools.lru_cache(maxsize=None)
+    def plain() -> Lowered:
+        """Make what was recorded, which takes a while, where it is needed."""
+        return Lowered(_compile(owner, nodes).forward, GRAPH, "", meeting)
 
-    ways, seconds = (plain, chosen), [0.0, 0.0]
+    if jit == GRAPH:
+        return plain()
+    others = copy.deepcopy(nodes)
+    what, measured = _with_kernels(others)
+    if not what:
+        return plain()
+    other = _compile(owner, others)
+    chosen = Lowered(other.forward, KERNELS, f"Runs {what}.", meeting)
+    seconds = [0.0, 0.0]
 
     def compared() -> Dict[str, Callable[[], object]]:
+        ways, flow = (plain(), chosen), Flow(nodes)
+        written = [flow.is_written(node) for node in nodes.nodes if node.op == "placeholder"]
+
+        def inputs() -> List[Tensor]:
+            """Copy what a run writes into."""
+            pairs = zip(arguments, written)
+            return [value.clone() if changes else value for value, changes in pairs]
+
         with free_at_once():
             _compare(ways, inputs, seconds)
         copies = inputs()
@@ -109,32 +116,33 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         if jit == KERNELS:
             compared()
             return chosen
-        key = (recorded.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
-        if fastest(key, compared, first=seconds) == KERNELS:
+        key = (other.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
+        if fastest(key, compared, first=seconds, expected=measured) == KERNELS:
             return chosen
-        return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {what} would not be faster.")
+        why = f"{what} would not be faster"
     except _DisagreementError as error:
-        return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {error}.")
+        why = str(error)
     finally:
         # What both took to run lies in pieces among what has come to stay.
         give_back_freed_memory()
+    return dataclasses.replace(plain(), why=f"{_AS_IT_IS}: {why}.")
 
 
 class _DisagreementError(Exception):
     """A reason against other kernels, in half a sentence."""
 
 
-def _with_kernels(graph: fx.Graph) -> str:
-    """Put other kernels in; what was done, in words."""
+def _with_kernels(graph: fx.Graph) -> Tuple[str, bool]:
+    """Put other kernels in; what was done, in words, and whether each was faster by itself."""
     values = [value_of(node) for node in graph.nodes]
     if any(value is not None and value.device.type != "cpu" for value in values):
-        return ""
+        return "", False
     products, pictures = cpu_kernels.use_onednn_matmul(graph), cpu_kernels.to_channels_last(graph)
     if products or pictures:
         cpu_kernels.restore_outputs(graph)
     done = [f"{products} matrix products by oneDNN"] if products else []
     done += [f"{pictures} convolutions and poolings with channels last"] if pictures else []
-    return " and ".join(done)
+    return " and ".join(done), not pictures
 
 
 def _compile(owner: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
