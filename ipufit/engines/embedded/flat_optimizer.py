@@ -22,6 +22,7 @@ from ipufit.optim.several import kinds_by_group
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
+from ipufit.utils.malloc_policy import give_back_freed_memory
 
 __all__ = [
     "CompositeOptimizer",
@@ -381,15 +382,23 @@ class RuleOptimizer(FlatOptimizer):
         return kernels if len(kernels) == len(fused) else []
 
     def _load(self, block: FlatBlock, flat: Tensor) -> Dict[str, Tensor]:
-        """The state that torch has, also what updates leave alone at present."""
+        """The state that torch has, also what updates leave alone at present.
+
+        Torch's tensors look into it from then on, so that not all are in memory twice.
+        """
         state: Dict[str, Tensor] = {}
-        for slot in block.slots:
-            torch_state = self._optimizer.state.get(slot.parameter, {})
-            for name in self._rule_of(block.group).all_tensors:
-                if torch_state.get(name) is not None:
-                    state[name] = state[name] if name in state else torch.zeros_like(flat)
-                    slot.view(state[name]).copy_(torch_state[name])
-        return {name: self.memory.keep(whole) for name, whole in state.items()}
+        states = [(slot, self._optimizer.state.get(slot.parameter, {})) for slot in block.slots]
+        for name in self._rule_of(block.group).all_tensors:
+            present = [each for each in states if each[1].get(name) is not None]
+            whole = torch.zeros_like(flat) if present else flat
+            for slot, torch_state in present:
+                slot.view(whole).copy_(torch_state[name])
+            if present:
+                state[name] = self.memory.keep(whole)
+            for slot, torch_state in present:
+                torch_state[name] = slot.window(state[name])
+            give_back_freed_memory()
+        return state
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of the coming updates; before every execution.
@@ -618,15 +627,17 @@ class RuleOptimizer(FlatOptimizer):
 
         Where no update follows at all, a torch optimizer that still looks into it gets its own.
         """
+        self._forms, self._latest, self._read, self._updates = {}, None, ((), ((), ((),))), ()
         for block, state in zip(self._storage.blocks, self._states) if self.memory.ended else ():
-            flats = list(state.values())
-            for slot in block.slots:
-                torch_state = self._optimizer.state.get(slot.parameter, {})
-                for name, value in torch_state.items():
-                    if isinstance(value, Tensor) and flat_of(value, flats) is not None:
-                        torch_state[name] = self.memory.for_torch(value)
-        self._storage, self._states, self._forms = FlatStorage([]), [], {}
-        self._latest, self._read = None, ((), ((), ((),)))
+            while state:
+                # One after another: a copy takes as much memory again.
+                _, flat = state.popitem()
+                for slot in block.slots:
+                    torch_state = self._optimizer.state.get(slot.parameter, {})
+                    for name, value in torch_state.items():
+                        if isinstance(value, Tensor) and flat_of(value, [flat]) is not None:
+                            torch_state[name] = self.memory.for_torch(value)
+        self._storage, self._states = FlatStorage([]), []
         self.counts = []
 
     def recorded(self) -> Optional[fx.GraphModule]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes import cpu_kernels, select_kernels, simplify
 from ipufit.utils import malloc_policy
 
@@ -277,6 +278,35 @@ def test_a_program_that_runs_holds_its_state_once(optimizer, states, without_col
     at_begins = ipufit.callbacks.LambdaCallback(on_train_batch_begin=look)
     model.fit(x, x, batch_size=4, verbose=0, callbacks=[at_begins])
     assert kept == [sorted([*before, *[256 * 256 * 4] * (1 + states)])] * 4
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("sgd", 1), ("adam", 2), ("amsgrad", 3)])
+def test_states_change_hands_one_after_another(optimizer, states, without_collections, monkeypatch):
+    """A fit takes them over from torch's optimizer, and gives them back at its end."""
+    before = len(sizes_of_large_tensors())
+    net = nn.Linear(256, 256, bias=False)
+    make = {
+        "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    }
+    model = ipufit.Model(net, engine="embedded")
+    model.compile(make[optimizer](net.parameters()), "mse", jit="graph")
+    x, counted = torch.rand(8, 256), []
+    for name in ("keep", "for_torch"):
+        method = getattr(StateMemory, name)
+
+        def counting(memory, tensor, name=name, method=method):
+            counted.append((name, len(sizes_of_large_tensors()) - before))
+            return method(memory, tensor)
+
+        monkeypatch.setattr(StateMemory, name, counting)
+    for _ in range(2):
+        counted.clear()
+        model.fit(x, x, batch_size=4, verbose=0)
+    weights = 1
+    taken = [("keep", weights + states + 1)] * states
+    assert counted == taken + [("for_torch", weights + states)] * states
 
 
 @pytest.fixture

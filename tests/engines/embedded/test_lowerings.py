@@ -153,7 +153,7 @@ class Joined(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [Joined, Wide])
+@pytest.mark.parametrize("kind", [Joined, Wide, Pictures])
 def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeypatch):
     written = []
     module = ipufit.engines.embedded.passes.select_kernels
@@ -166,7 +166,8 @@ def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeyp
     net = kind()
     results = []
     for smallest in (0, 10**9):
-        monkeypatch.setattr(simplify, "_SMALLEST_PRODUCT", smallest)
+        for name in ("_SMALLEST_PRODUCT", "_SMALLEST_COPY", "_SMALLEST_WHOLE"):
+            monkeypatch.setattr(simplify, name, smallest)
         monkeypatch.setattr(module, "fuse_concats", gathered)
         model, _, history = fitted(net, jit="graph")
         results.append((model.module.state_dict(), history.history["loss"], max(written)))
@@ -177,6 +178,30 @@ def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeyp
     assert losses == expected
     for name, value in state.items():
         assert torch.equal(value, apart[name]), name
+
+
+def test_large_tensors_leave_for_the_whole_as_soon_as_they_are_there(monkeypatch):
+    """Those that are written later, or are inputs, wait for the others."""
+
+    def joined(a):
+        first, written, turned = a.exp(), a.sin(), a.cos()
+        written.mul_(2)
+        return [torch.cat([first.view(-1), written.view(-1), a.view(-1), turned.t().reshape(-1)])]
+
+    a = torch.rand(3, 3)
+    graph = capture(joined, [a])
+    before = graph(a)
+    monkeypatch.setattr(simplify, "_SMALLEST_COPY", 9)
+    monkeypatch.setattr(simplify, "_SMALLEST_WHOLE", 36)
+    assert fuse_concats(graph.graph) == 0
+    graph.recompile()
+    assert torch.equal(graph(a)[0], before[0])
+    names = [str(node.target) for node in graph.graph.nodes]
+    copies = [i for i, name in enumerate(names) if name == "aten.copy_.default"]
+    assert copies[0] < names.index("aten.mul_.Tensor")
+    assert names[copies[-1] - 3] == "aten.clone.default"
+    assert len(copies) == 2
+    assert names.count("aten.cat.out") == 1
 
 
 def test_what_else_is_gathered_stays():

@@ -179,9 +179,9 @@ _LONG: Dict[object, object] = {
 _LONG[torch.narrow, False] = _aten.narrow.default
 
 
-# Elements of a product that is worth a view of its own, and of a flat tensor whose memory is worth
-# keeping.
-_SMALLEST_PRODUCT, _SMALLEST_WHOLE = 2**14, 2**20
+# Elements of a product that is worth a view of its own, of what is not to wait for the others, and
+# of a flat tensor whose memory is worth keeping.
+_SMALLEST_PRODUCT, _SMALLEST_COPY, _SMALLEST_WHOLE = 2**14, 2**16, 2**20
 
 
 class _Part(NamedTuple):
@@ -190,18 +190,25 @@ class _Part(NamedTuple):
     Attributes:
         node: the flat tensor.
         size: its elements.
-        product: the matrix product that it is a view of, if it may write there; None otherwise.
+        source: what it is a view of, where that does not wait for the others: a matrix product
+            writes into the whole, other large tensors are copied as soon as they are there.
     """
 
     node: fx.Node
     size: int
-    product: Optional[fx.Node]
+    source: Optional[fx.Node]
+
+    @property
+    def is_product(self) -> bool:
+        """Tell whether the source writes into the whole."""
+        return self.source is not None and self.source.target is _aten.mm.default
 
 
 def fuse_concats(graph: fx.Graph) -> int:
     """Make large matrix products write into the flat tensors that they are joined in.
 
-    Large flat tensors have the memory of those before.
+    Into large flat tensors other large inputs are copied one by one, so that not all are in memory
+    beside the whole. Large flat tensors have the memory of those before.
 
     Returns:
         How many products do.
@@ -211,7 +218,7 @@ def fuse_concats(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs:
             parts = _parts(node, flow)
-            products = sum(part.product is not None for part in parts)
+            products = sum(part.is_product for part in parts)
             if products or sum(part.size for part in parts) >= _SMALLEST_WHOLE:
                 _rewrite(graph, node, parts)
                 done += products
@@ -231,43 +238,48 @@ def _parts(node: fx.Node, flow: Flow) -> List[_Part]:
     for part, value in zip(inputs, values):
         assert isinstance(part, fx.Node)
         assert value is not None
-        product = _product_of(part, flow) if value.numel() >= _SMALLEST_PRODUCT else None
-        parts.append(_Part(part, value.numel(), product))
+        parts.append(_Part(part, value.numel(), _source_of(part, value.numel(), flow)))
     return parts
 
 
-def _product_of(part: fx.Node, flow: Flow) -> Optional[fx.Node]:
-    """The product that nothing else is made of than this view of all of it."""
+# What a flat tensor may be of another one.
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+
+
+def _source_of(part: fx.Node, size: int, flow: Flow) -> Optional[fx.Node]:
+    """The tensor that this is a view of, if it need not wait for what it is joined with."""
     node = part
-    while node.target is _aten.view.default and len(node.users) == 1:
+    while node.target in _VIEWS and len(node.users) == 1:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source
     value = value_of(node)
-    if node is part or node.target is not _aten.mm.default or len(node.users) != 1:
+    if value is None or flow.is_written(node):
         return None
-    if value is None or not value.is_contiguous() or flow.is_written(node):
-        return None
-    return node
+    is_alone = node is not part and len(node.users) == 1 and value.is_contiguous()
+    if node.target is _aten.mm.default and is_alone and size >= _SMALLEST_PRODUCT:
+        return node
+    is_computed = node.target is not _aten.mm.default and not flow.is_given(node)
+    return node if is_computed and size >= _SMALLEST_COPY else None
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:
     value, size = value_of(node), sum(part.size for part in parts)
     assert value is not None
-    products = {part.product for part in parts if part.product is not None}
-    first = next(each for each in graph.nodes if each is node or each in products)
+    starts = {part.source for part in parts if part.source is not None}
+    first = next(each for each in graph.nodes if each is node or each in starts)
     empty = reused_empty if size >= _SMALLEST_WHOLE else torch.empty
     with graph.inserting_before(first):
         place = {"device": value.device, "dtype": value.dtype}
         whole = graph.call_function(empty, (size,), place)  # type: ignore[arg-type]
     begin, rest = 0, []
     for part in parts:
-        if part.product is None:
+        if part.source is None:
             rest.append(part.node)
         else:
             _join(graph, node, whole, begin, rest)
             begin, rest = begin + elements(rest), []
-            _redirect(graph, part.product, whole, begin)
+            _redirect(graph, part.source, whole, begin)
             begin += part.size
     _join(graph, node, whole, begin, rest)
     node.replace_all_uses_with(whole)
@@ -290,19 +302,23 @@ def _join(
             graph.call_function(_aten.cat.out, (list(nodes),), {"out": place})
 
 
-def _redirect(graph: fx.Graph, product: fx.Node, whole: fx.Node, begin: int) -> None:
-    """Make the product write there."""
-    value = value_of(product)
+def _redirect(graph: fx.Graph, source: fx.Node, whole: fx.Node, begin: int) -> None:
+    """Make a product write there, or copy another tensor there when it is computed."""
+    value = value_of(source)
     assert value is not None
-    with graph.inserting_before(product):
+    is_product = source.target is _aten.mm.default
+    with graph.inserting_before(source if is_product else source.next):
         place = graph.call_function(torch.narrow, (whole, 0, begin, value.numel()))
         shaped = graph.call_function(_aten.view.default, (place, list(value.shape)))
-        graph.call_function(_aten.mm.out, product.args, {"out": shaped})
+        if is_product:
+            graph.call_function(_aten.mm.out, source.args, {"out": shaped})
+        else:
+            graph.call_function(_aten.copy_.default, (shaped, source))
 
 
 def _drop_views(graph: fx.Graph, node: fx.Node) -> None:
     """Remove what is left of a product that writes elsewhere now."""
-    while not node.users and node.target in (_aten.view.default, _aten.mm.default):
+    while not node.users and node.target in (*_VIEWS, _aten.mm.default):
         source = node.args[0]
         graph.erase_node(node)
         if not isinstance(source, fx.Node):
