@@ -133,22 +133,26 @@ def _wants_browser(config):
     return any("browser" in pathlib.Path(arg.split("::")[0]).parts for arg in config.args)
 
 
-@pytest.hookimpl(trylast=True)  # when fixtures have put the tests in order
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out what the chosen points of the grids stand for, and what takes long.
 
     What runs on another engine as well stands behind the rest once more.
     """
-    for item in items:
-        marker = item.get_closest_marker("embedded_only")
-        if marker is not None and not (len(marker.args) == 1 and marker.args[0].strip()):
-            raise pytest.UsageError(f"{item.nodeid}: embedded_only needs one reason")
+    # Before -k leaves points out that a marker names.
+    faults = [fault for item in items for fault in _faults_of_markers(item)]
+    faults += _unknown_points(config, items)
+    if faults:
+        # Of a worker, pytest-xdist shows no UsageError.
+        kind = RuntimeError if hasattr(config, "workerinput") else pytest.UsageError
+        raise kind("\n".join(faults))
+    yield  # fixtures put the tests in order
     wanted = config.getoption("--engine")
     chosen = []
     for name in ENGINES if wanted == "all" else (wanted,):
         found = items if name == ENGINES[0] else list(filter(_is_of_model, items))
         if not config.getoption("--exhaustive"):
-            found = _stand_for_all(found, name, config)
+            found = _stand_for_all(found, name)
         if wanted == "all" and name != ENGINES[0]:
             found = [_once_more(item, name) for item in found]
         for item in found:
@@ -157,6 +161,29 @@ def pytest_collection_modifyitems(config, items):
     left = set(items).difference(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = chosen
+
+
+def _faults_of_markers(item):
+    marker = item.get_closest_marker("embedded_only")
+    if marker is not None and not (len(marker.args) == 1 and str(marker.args[0]).strip()):
+        yield f"{item.nodeid}: embedded_only needs one reason"
+
+
+def _unknown_points(config, items):
+    """Names of points that the marker ``few`` has, and its test has not."""
+    if any("::" in arg for arg in config.args):
+        return []
+    points = collections.defaultdict(set)
+    for item in items:
+        test, _, point = item.nodeid.partition("[")
+        marker = item.get_closest_marker("few")
+        if marker is not None:
+            points[test, marker.args].add(point[:-1])
+    return [
+        f"{test}: few names {sorted(set(args) - ids)}, of points {sorted(ids)}"
+        for (test, args), ids in points.items()
+        if not ids.issuperset(args)
+    ]
 
 
 def _is_of_model(item):
@@ -178,7 +205,7 @@ def _once_more(item, engine):
     )
 
 
-def _stand_for_all(items, engine, config):
+def _stand_for_all(items, engine):
     """The tests, in their order, without those for which others stand on this engine."""
     is_partly = IS_OLDEST or engine != ENGINES[0]
     points = collections.defaultdict(list)
@@ -188,7 +215,7 @@ def _stand_for_all(items, engine, config):
     chosen = set()
     for test in points.values():
         few = test[0].get_closest_marker("few")
-        named = test[:1] if few is None else _named(few.args, test, engine, config)
+        named = test[:1] if few is None else _named(few.args, test)
         if is_partly or few is not None:
             chosen.update(named[:1] if is_partly else named)
         elif (grid := test[0].get_closest_marker("grid")) is not None:
@@ -199,13 +226,9 @@ def _stand_for_all(items, engine, config):
     return [item for item in items if item in chosen]
 
 
-def _named(ids, test, engine, config):
+def _named(ids, test):
     """The points of a test with these ids; without any, or none on this engine, the first."""
     points = {item.nodeid.partition("[")[2][:-1]: item for item in test}
-    unknown = set(ids) - set(points) if engine == ENGINES[0] else None
-    if unknown and not any("::" in arg for arg in config.args):
-        name = test[0].nodeid.partition("[")[0]
-        raise pytest.UsageError(f"{name}: few names {sorted(unknown)}, of points {list(points)}")
     return [points[each] for each in ids if each in points] or test[:1]
 
 
