@@ -168,7 +168,14 @@ class MicroBatch:
 
     @property
     def has_rows(self) -> bool:
-        """True if each leaf is a tensor with a row for each sample, or one number for all."""
+        """True if each leaf is a tensor with a row for each sample, or one number for all.
+
+        Pictures in a list have none, though they may have as many channels as there are samples.
+        """
+        args, kwargs, target, _ = self.unpack()
+        for part in (*args, *kwargs.values(), target):
+            if tree.is_list_of_samples(part) and len(part) == self.size:
+                return False
         return all(
             isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] == self.size)
             for leaf in self.leaves

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ipufit.core.batch import Mode, RawBatch
-from ipufit.data.fields import can_bind
+from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import (
     EpochOrder,
     array_loader,
@@ -31,7 +30,7 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["DataArguments", "are_inputs", "comes_in_samples", "get_data_adapter", "split_data"]
+__all__ = ["DataArguments", "comes_in_samples", "get_data_adapter", "split_data"]
 
 DEFAULT_BATCH_SIZE = 32  # Keras'
 # What tables of other libraries make arrays or frames with.
@@ -55,7 +54,8 @@ class DataArguments:
         shuffle: of tensors, arrays and map-style datasets.
         shuffles: the default of ``shuffle``.
         batch_size_name: the argument that the user knows.
-        are_inputs: whether ``x`` is a tuple or list of arrays that forward is called with.
+        form: in which forward takes inputs, to predict: ``x`` may be a tuple or list of arrays that
+            it is called with.
     """
 
     role: str
@@ -67,7 +67,12 @@ class DataArguments:
     shuffle: Any = None
     shuffles: bool = False
     batch_size_name: str = "batch_size"
-    are_inputs: bool = False
+    form: Optional[BatchForm] = None
+
+    @property
+    def are_inputs(self) -> bool:
+        """Say whether ``x`` is a tuple or list of arrays that forward is called with."""
+        return self.form is not None and self.form.are_inputs(self.x)
 
     def as_arrays(self) -> DataArguments:
         """The data with arrays and tensors for frames, lists of numbers and tables of datasets.
@@ -98,6 +103,8 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
         ConfigurationError: arguments that don't go with this form; all of them.
     """
     faults = ErrorCollector()
+    if arguments.form is not None:
+        _refuse_samples(arguments.form, arguments.x, arguments.role)
     kind, is_cut = _kind(arguments), isinstance(arguments.x, Sharded)
     if is_cut:
         arguments = dataclasses.replace(arguments, x=arguments.x.loader)
@@ -139,18 +146,6 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
 def comes_in_samples(arguments: DataArguments) -> bool:
     """True if batches are made here, so that there is a batch size to choose."""
     return _kind(arguments) not in ("loader", "batches")
-
-
-def are_inputs(module: nn.Module, x: tree.Tree) -> bool:
-    """Say whether forward takes the parts of a bare tuple or list of arrays as its arguments.
-
-    A list is one of batches wherever forward can take a single one of them.
-    """
-    if not tree.is_sequence(x) or len(x) < 2:
-        return False
-    if not all(is_array(part) or is_table(part) for part in x):
-        return False
-    return can_bind(module, *x) and (isinstance(x, tuple) or not can_bind(module, x[0]))
 
 
 def _kind(arguments: DataArguments) -> str:
@@ -209,6 +204,15 @@ def _refuse_bare_sequence(x: Any, role: str) -> None:
             "values. Pass DataLoader(x, batch_size=..., collate_fn=...) with a collate_fn that "
             "makes tensors, such as transformers.default_data_collator."
         )
+
+
+def _refuse_samples(form: BatchForm, x: object, role: str) -> None:
+    """Refuse a bare tuple or list of arrays that forward takes as one list of samples too."""
+    reading, way = "batches", "[(first,), (second,)]"
+    if isinstance(x, tuple):
+        reading, way = "several inputs", "[((first, second),)]"
+    cure = f"Pass {way} for {reading}, or [(samples,)] for one batch with the list."
+    form.refuse_samples(x, role, reading, cure)
 
 
 def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:

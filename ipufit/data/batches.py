@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -69,7 +69,7 @@ class BatchValidator:
             return [micro_batch.clone() if self._source.reuses_memory else micro_batch]
         last = self._last
         if last is not None and raw.structure == self._picked and self._are_like(last, raw):
-            leaves = self._cast(raw.leaves[: self._used])
+            leaves = cast(raw.leaves[: self._used], self._last_casts)
             return MicroBatch.split_rows(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
 
@@ -133,14 +133,8 @@ class BatchValidator:
         if announce:
             self._casting.announce(self._source.role, first, self._names, casts)
 
-    def _cast(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        casts = self._last_casts
-        if not any(casts):
-            return leaves
-        return [leaf if cast is None else leaf.to(cast) for leaf, cast in zip(leaves, casts)]
-
     def _in_dtypes(self, batch: MicroBatch) -> MicroBatch:
-        leaves = self._cast(batch.leaves)
+        leaves = cast(batch.leaves, self._last_casts)
         if leaves is batch.leaves:
             return batch
         return dataclasses.replace(batch, leaves=tuple(leaves))
@@ -221,10 +215,15 @@ class BatchValidator:
                 f"{where}a batch may have at most as many samples as the DataLoader's "
                 f"batch_size, {most}, got {batch.size}. If collate_fn makes several rows from "
                 "one sample, let it put them along another dimension, or pass your own object "
-                "whose __iter__ reads the DataLoader."
-                + " If it is a list of images, yield (images,)." * (self._mode is Mode.PREDICT)
-                + self._source.origin()
+                "whose __iter__ reads the DataLoader." + self._source.origin()
             )
+
+
+def cast(leaves: Sequence[Tensor], casts: Casts) -> Sequence[Tensor]:
+    """Bring tensors to other dtypes; without any, returns the sequence itself."""
+    if not any(casts):
+        return leaves
+    return [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in zip(leaves, casts)]
 
 
 def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structure) -> bool:
@@ -276,9 +275,10 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
     whole = (*args, *kwargs.values(), target, weight)
     parts = [_entries(part) for part in whole if part is not None]
     has_entries = None not in parts and len(set(parts)) == 1
+    has_samples = any(map(tree.is_list_of_samples, whole))
     if stated:
         sizes = stated
-    elif has_entries and (len({size for _, size in sizes}) != 1 or _has_samples(whole)):
+    elif has_entries and (len({size for _, size in sizes}) != 1 or has_samples):
         assert parts[0] is not None
         return parts[0]
     elif objects and not sizes:
@@ -319,17 +319,6 @@ def _entries(part: tree.Tree) -> Optional[int]:
     if tree.is_sequence(part) or (isinstance(part, Tensor) and part.dim()):
         return len(part)
     return None
-
-
-def _has_samples(whole: Sequence[tree.Tree]) -> bool:
-    """Tell whether a part is a list of dicts or of pictures, which are of one sample each."""
-    parts = [part for part in whole if tree.is_sequence(part) and len(part)]
-    return any(all(map(_is_sample, part)) for part in parts)
-
-
-def _is_sample(entry: tree.Tree) -> bool:
-    # Of a batch, pictures have four dimensions.
-    return isinstance(entry, Mapping) or (isinstance(entry, Tensor) and entry.dim() == 3)
 
 
 class OneShapeUpdates:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
 from ipufit.core.batch import BatchParts, Mode, RawBatch
-from ipufit.data.in_memory import is_array
+from ipufit.data.in_memory import as_tensor, is_array, is_table
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.loss import InputNames, Loss, OwnLoss, TargetNames
 from ipufit.utils import tree
@@ -52,6 +52,8 @@ class BatchForm:
         loss_target: name of the field that such a loss takes as target, if it says so.
         sums_weights: whether the loss is divided by the sum of the samples' weights.
         one_target: whether the loss takes one tensor, so that a list of one target means that one.
+        runs_with: tries whether forward runs with a list of tensors as its only input; None where
+            that can't be tried.
     """
 
     module: Optional[nn.Module] = None
@@ -62,6 +64,7 @@ class BatchForm:
     loss_target: TargetNames = None
     sums_weights: bool = False
     one_target: bool = False
+    runs_with: Optional[Callable[[List[tree.Leaf]], bool]] = None
     _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -69,6 +72,17 @@ class BatchForm:
     _whole: Dict[str, bool] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, loss: Loss, mode: Mode, runs_with: Callable[[List[tree.Leaf]], bool]
+    ) -> BatchForm:
+        """Describe the batches that a module and a loss in normal form take in a mode."""
+        names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
+        sums_weights = loss.sample_weight_reduction == "mean_with_sample_weight"
+        one_target = loss.rule is not None and loss.field_names is None
+        own_loss = loss.own_loss(mode)
+        return cls(module, own_loss, *names, sums_weights, one_target, runs_with)
 
     @property
     def name(self) -> str:
@@ -121,7 +135,13 @@ class BatchForm:
             if isinstance(raw, tuple) and len(raw) == 1 and isinstance(raw[0], list):
                 # Lists that a loader makes of tuples are in a list: this one is meant as it is.
                 self._whole["list"] = True
+            if self._takes_only_all(raw):
+                return self._inputs(raw, where)
             if len(raw) in (1, 2, 3):
+                if not isinstance(raw, tuple) or len(raw) > 1:
+                    reading = "inputs" if len(raw) == 1 else "inputs and target"
+                    cure = "Yield (inputs,) without a target, or (samples,) with the list."
+                    self.refuse_samples(raw, where, reading, cure)
                 return self._inputs(raw[0], where, *raw[1:2])
         came = f"{type(raw).__name__} of {len(raw)}" if is_sequence else type(raw).__name__
         if mode is Mode.PREDICT:
@@ -147,6 +167,47 @@ class BatchForm:
         if self.one_target and tree.is_sequence(target) and len(target) == 1:
             target = target[0]
         return (args, kwargs, target, raw[2] if len(raw) == 3 else None), extras
+
+    def are_inputs(self, x: tree.Tree) -> bool:
+        """Say whether forward takes the parts of a bare tuple or list of arrays as its arguments.
+
+        A list is one of batches wherever forward can take a single one of them.
+        """
+        if not _are_arrays(x) or len(x) < 2:
+            return False
+        return self._takes_only_all(x) or (isinstance(x, tuple) and can_bind(self.module, *x))
+
+    def refuse_samples(self, parts: tree.Tree, where: str, reading: str, cure: str) -> None:
+        """Refuse arrays without a list around them that forward takes as a list of samples too.
+
+        Args:
+            parts: of a batch, or of the data; only arrays of one dtype and number of dimensions can
+                be samples.
+            where: what has them, for the message.
+            reading: how they are read otherwise.
+            cure: what to write for each of the two.
+
+        Raises:
+            DataError: they can be samples.
+        """
+        if self.own_loss or self.runs_with is None or not tree.is_sequence(parts):
+            return
+        if not all(map(is_array, parts)) or len({(p.dtype, p.ndim) for p in parts}) != 1:
+            return
+        if "list" not in self._whole:
+            self._whole["list"] = self.runs_with([as_tensor(part, where) for part in parts[:2]])
+        if self._whole["list"]:
+            n = len(parts)
+            raise DataError(
+                f"{where}: a {type(parts).__name__} of {n} {'tensor' if n == 1 else 'tensors'} can "
+                f"be {reading}, or samples such as images, because {self.name}.forward runs with a "
+                f"list too. {cure}"
+            )
+
+    def _takes_only_all(self, parts: tree.Tree) -> bool:
+        """Say whether forward can be called with all of these arrays, but not with one of them."""
+        is_bare = _are_arrays(parts) and len(parts) > 1 and not can_bind(self.module, parts[0])
+        return is_bare and can_bind(self.module, *parts)
 
     def for_loss(self, raw: RawBatch, parts: BatchParts) -> BatchParts:
         """Give a loss of arguments by name what it may take, in the place of the target.
@@ -338,6 +399,11 @@ def can_bind(module: Optional[nn.Module], *inputs: object) -> bool:
     except (AttributeError, TypeError, ValueError):
         return False
     return True
+
+
+def _are_arrays(value: tree.Tree) -> bool:
+    """Tell whether a value is a tuple or list of arrays or tables."""
+    return tree.is_sequence(value) and all(is_array(part) or is_table(part) for part in value)
 
 
 def _is_text(value: object) -> bool:

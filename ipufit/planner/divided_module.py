@@ -15,6 +15,7 @@ from ipufit.errors import PartitionError
 from ipufit.losses import Loss
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
+from ipufit.partition.request import kind_of
 from ipufit.utils.interrupts import defer_sigint
 
 if TYPE_CHECKING:
@@ -206,8 +207,6 @@ class DividedModule:
             training: whether for training.
             followed: the partition of training, whose strategy inference has by default.
         """
-        from ipufit.partition.request import kind_of
-
         strategy = self._find_strategy(training)
         if strategy is None and not training and followed is not None:
             return dataclasses.replace(followed, is_chosen=False)

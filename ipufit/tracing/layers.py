@@ -25,6 +25,9 @@ from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 
 
+_READS_A_VALUE = "it reads the value of a tensor"
+
+
 @dataclasses.dataclass
 class Layer:
     """A module of the tree, with what the summary says of it.
@@ -114,11 +117,16 @@ def output_shapes(
                 hooks.enter_context(part.register_forward_hook(note))
             _call_without_values(module, batch, used)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return shapes, used, "it reads the value of a tensor"
+        return shapes, used, _READS_A_VALUE
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         return shapes, used, f"{type(error).__name__}: {reason}"
     return shapes, used, None
+
+
+def can_run(module: nn.Module, batch: MicroBatch) -> bool:
+    """Say whether the module runs, as far as tensors without values show it: see above."""
+    return output_shapes(module, batch)[2] in (None, _READS_A_VALUE)
 
 
 def outputs_of(module: nn.Module, batch: MicroBatch) -> tree.Tree:

@@ -28,7 +28,7 @@ from ipufit.core import EngineName, Interval, Jit, OutputMode, PrecisionName, Ve
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import CompilerFunction
 from ipufit.core.train_config import EMA, Clip, Memory, Outputs, Precision, Reduction
-from ipufit.data.adapters import DataArguments, are_inputs
+from ipufit.data.adapters import DataArguments
 from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine
@@ -830,9 +830,10 @@ class Model(InspectionMixin):
         self, x: object, batch_size: object, *values: Any
     ) -> Tuple[Session, InferenceRequest, ErrorCollector]:
         """The arguments of a prediction, and the session that predicts."""
-        faults, has_inputs = ErrorCollector(of_call=True), are_inputs(self.module, x)
-        data = DataArguments("prediction data", x, batch_size=batch_size, are_inputs=has_inputs)
-        return self._compiled("predict"), InferenceRequest(data, *values), faults
+        faults, session = ErrorCollector(of_call=True), self._compiled("predict")
+        role, form = "prediction data", session.form(Mode.PREDICT)
+        data = DataArguments(role, x, batch_size=batch_size, form=form)
+        return session, InferenceRequest(data, *values), faults
 
     def _compile_to_infer(self, loss: object, metrics: object) -> Session:
         """Return a session that only evaluates and predicts, for a model that has none."""

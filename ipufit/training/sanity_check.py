@@ -16,6 +16,8 @@ from ipufit.callbacks.epoch_metrics import metric_fields, metric_target
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import Precision
+from ipufit.data.batches import cast
+from ipufit.data.casting import Casting
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights
 from ipufit.engines.program import Prepared, Program
@@ -230,6 +232,16 @@ def check_call(module: nn.Module, batch: MicroBatch, loss: Optional[Loss], where
         ) from error
 
 
+def runs_with_list(module: nn.Module, casting: Casting, samples: Sequence[tree.Leaf]) -> bool:
+    """Try, on tensors without values, whether forward runs with a list as its only input."""
+    # Imported here, as below: few inputs can be read in two ways.
+    from ipufit.tracing.layers import can_run
+
+    batch = MicroBatch.of((samples,), {}, None, 1)
+    ways = (tuple(cast(batch.leaves, casts)) for casts in casting.ways(batch))
+    return any(can_run(module, dataclasses.replace(batch, leaves=way)) for way in ways)
+
+
 def check_class_weights(
     weights: ClassWeights, module: nn.Module, first: MicroBatch, loss: Loss
 ) -> None:
@@ -238,7 +250,6 @@ def check_class_weights(
     Raises:
         ConfigurationError: they name others.
     """
-    # Imported here: few fits weigh classes.
     from ipufit.tracing.layers import outputs_of
 
     outputs = outputs_of(module, first)

@@ -39,6 +39,7 @@ from ipufit.training.sanity_check import (
     check_class_weights,
     prepare_tail,
     probe,
+    runs_with_list,
     wrap_batch_errors,
 )
 from ipufit.training.trainer import Job
@@ -200,11 +201,8 @@ class Session:
 
     def form(self, mode: Mode) -> BatchForm:
         """Describe the batches that module and loss take in a mode."""
-        loss = self.loss
-        names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
-        sums_weights = loss.sample_weight_reduction == "mean_with_sample_weight"
-        one_target = loss.rule is not None and loss.field_names is None
-        return BatchForm(self.module, loss.own_loss(mode), *names, sums_weights, one_target)
+        runs_with = functools.partial(runs_with_list, self.module, self.casting)
+        return BatchForm.of(self.module, self.loss, mode, runs_with)
 
     def unpack(self, source: DataAdapter, mode: Mode, batch: object) -> MicroBatch:
         """Bring the first batch of a source into the form that a program takes.

@@ -143,6 +143,17 @@ def is_sequence(value: object) -> bool:
     return isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
 
 
+def is_list_of_samples(part: object) -> bool:
+    """Tell whether an input or a target is a list of dicts or of pictures, one for each sample."""
+    # Of a batch, pictures have four dimensions.
+    if not isinstance(part, (tuple, list)) or not part:
+        return False
+    return all(
+        isinstance(entry, Mapping) or (isinstance(entry, Tensor) and entry.dim() == 3)
+        for entry in part
+    )
+
+
 def tensors(value: Tree) -> List[Tensor]:
     """Tensors among the leaves of a nested value, in order."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

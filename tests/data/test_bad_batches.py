@@ -462,6 +462,18 @@ class Detector(Pictures):
         return super().forward(pictures)
 
 
+class Measures(Pictures):
+    """Runs with one picture as well, whose channels it takes for pictures."""
+
+    def forward(self, pictures, others=None):
+        return [{"mean": picture.mean().reshape(1)} for picture in pictures]
+
+
+def value_of(output):
+    """The number that one of these modules computes for a picture."""
+    return output["mean"] if isinstance(output, dict) else output
+
+
 def as_lists(samples):
     """Pictures as a list, and their targets as a tensor."""
     return [picture for picture, _ in samples], torch.stack([target for _, target in samples])
@@ -515,18 +527,81 @@ def test_an_ipu_takes_no_smaller_list_of_pictures():
 
 
 def test_a_bare_list_of_pictures_says_how_to_yield_it():
-    """It reads like inputs and target."""
-    model = ipufit.Model(Detector())
+    """It reads like inputs and target, also where there are as many images as channels."""
+    pictures = [torch.randn(3, 8, 8) for _ in range(6)]
+    text = (
+        "prediction data, batch 0: a {} can be {}, or samples such as images, because {}.forward "
+        "runs with a list too. Yield (inputs,) without a target, or (samples,) with the list."
+    )
+    for kind in (Pictures, Detector, Measures):
+        model = ipufit.Model(kind())
+        for size, came, reading in (
+            (1, "list of 1 tensor", "inputs"),
+            (2, "list of 2 tensors", "inputs and target"),
+            (3, "list of 3 tensors", "inputs and target"),
+        ):
+            with refused(model, DataError, text.format(came, reading, kind.__name__)):
+                model.predict(DataLoader(pictures, size, collate_fn=list), verbose=0)
+        with refused(model, DataError, text.format("tuple of 3 tensors", reading, kind.__name__)):
+            model.predict([tuple(picture.numpy().astype("float64") for picture in pictures[:3])])
+        with pytest.raises(DataError, match=r"got list of 4. .* list of images yield \(images,\)."):
+            model.predict(DataLoader(pictures, 4, collate_fn=list), verbose=0)
+        loader = DataLoader(pictures, 3, collate_fn=lambda images: (images,))
+        outputs = model.predict(loader, verbose=0)
+        assert len(outputs) == 6
+        for picture, output in zip(pictures, outputs):
+            assert torch.equal(value_of(output), value_of(model.module([picture])[0]))
+
+
+@embedded_only("an IPU fills up a smaller last micro-batch with rows, which pictures have not")
+def test_pictures_with_as_many_channels_as_there_are_have_a_smaller_last_batch():
+    """Its pictures are fewer; their channels are no rows that could be fewer."""
     pictures = [torch.randn(3, 8, 8) for _ in range(4)]
-    for size, text in (
-        (2, "makes several rows from one sample, let it put them along another dimension"),
-        (4, "got list of 4. For several inputs yield ((first, second), target)"),
-    ):
-        with pytest.raises(DataError) as caught:
-            model.predict(DataLoader(pictures, size, collate_fn=list), verbose=0)
-        assert text in str(caught.value)
-        assert "list of images" in str(caught.value)
-        assert "yield (images,)." in str(caught.value)
+    model = ipufit.Model(Detector())
+    loader = DataLoader(pictures, 3, collate_fn=lambda images: (images,))
+    outputs = model.predict(loader, verbose=0)
+    assert torch.equal(outputs, torch.stack([model.module([each])[0] for each in pictures]))
+
+
+def test_bare_pictures_say_how_to_pass_them():
+    """They read like batches, or like two inputs of a forward that may take two."""
+    pictures = [torch.randn(3, 8, 8) for _ in range(3)]
+    text = (
+        "prediction data: a {} tensors can be {}, or samples such as images, because "
+        "{}.forward runs with a list too. Pass {} or [(samples,)] for one batch with the list."
+    )
+    first = "[(first,), (second,)] for batches,"
+    for kind in (Pictures, Detector, Measures):
+        model = ipufit.Model(kind())
+        with refused(model, DataError, text.format("list of 3", "batches", kind.__name__, first)):
+            model.predict(pictures, verbose=0)
+        assert len(model.predict([(pictures,)], verbose=0)) == 3
+    first = "[((first, second),)] for several inputs,"
+    text = text.format("tuple of 2", "several inputs", "Measures", first)
+    with refused(model, DataError, text):
+        model.predict((pictures[0], pictures[1]), verbose=0)
+    one = model.predict([(picture,) for picture in pictures], verbose=0)
+    assert len(one) == 9
+
+
+def test_inputs_and_targets_alike_are_read_as_such():
+    """Forward runs with no list of both, so it is no list of samples."""
+    model = ipufit.Model(nn.Linear(4, 3))
+    expected = model.predict(X, verbose=0)
+    for batch in ((X, X.clone()), [X, X.clone()], [X, X[:, :1]], [X]):
+        assert torch.equal(model.predict([batch], verbose=0), expected)
+
+
+def test_inputs_that_are_all_needed_are_read_as_such():
+    """In a batch of a loader as in arrays: forward can't be called with the first one alone."""
+
+    class Sum(nn.Module):
+        def forward(self, left, right):
+            return left + 2 * right
+
+    model, other = ipufit.Model(Sum()), X.flip(0)
+    for data in ((X, other), [X, other], DataLoader(TensorDataset(X, other), 4), [(X, other)]):
+        assert torch.equal(model.predict(data, verbose=0), X + 2 * other)
 
 
 class Several(nn.Module):
