@@ -582,7 +582,7 @@ def test_predictions_do_not_share_memory_with_weights_or_data():
     x = torch.ones(4, 3)
     model = ipufit.Model(net)
     model.compile("sgd", lambda out, y: (out[1] * y).mean())
-    same, weight = model.predict([x], verbose=0)
+    same, weight = model.predict([(x,)], verbose=0)
     x.zero_()
     with torch.no_grad():
         net.weight.zero_()
