@@ -38,18 +38,6 @@ from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import fork_rng, preserve_state, train_mode
 
-__all__ = [
-    "BatchSize",
-    "LearningRates",
-    "RangeTest",
-    "Trial",
-    "candidates",
-    "exponential_range",
-    "find_batch_size",
-    "find_lr",
-    "seed_of_trial",
-]
-
 _ALONE = "Run it in one process, and pass the result to the others."
 # Share of the old value in the smoothed loss.
 _SMOOTHING = 0.9
@@ -196,7 +184,7 @@ class LearningRates:
         return f"LearningRates({len(self.losses)} updates from {first:.3g} to {last:.3g}, {hint})"
 
 
-def check_range(min_lr: float, max_lr: float, updates: int) -> None:
+def _check_range(min_lr: float, max_lr: float, updates: int) -> None:
     """Refuse a range that can't be tested.
 
     Raises:
@@ -290,7 +278,7 @@ def find_lr(
     session = trial.session
     require_single_process(session, "find_lr", _ALONE)
     assert session.optimizer is not None
-    check_range(*rates)
+    _check_range(*rates)
     source = get_data_adapter(data, Mode.TRAIN, session.loss.in_module)
     work = session.resolve_work(
         source, True, ipus=ipus, gradient_accumulation=gradient_accumulation

@@ -20,22 +20,6 @@ from typing import (
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.utils import error_collector
 
-__all__ = [
-    "EVENTS",
-    "Callback",
-    "Event",
-    "Logs",
-    "UpdateCount",
-    "as_float",
-    "finite",
-    "means",
-    "missing_value",
-    "one_of",
-    "stored",
-    "stored_or_none",
-    "whole",
-]
-
 Logs = Mapping[str, float]
 
 

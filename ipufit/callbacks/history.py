@@ -15,15 +15,6 @@ from ipufit.core import Direction
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import one_of
 
-__all__ = [
-    "History",
-    "best_place",
-    "direction_of",
-    "improves",
-    "required_direction",
-    "values_to_json",
-]
-
 Path = Union[str, "os.PathLike[str]"]
 
 _FORMAT = "ipufit.History/1"

@@ -9,8 +9,6 @@ from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
 from ipufit.errors import ConfigurationError
 from ipufit.utils.figures import new_figure, save_figure
 
-__all__ = ["draw"]
-
 # Dark and light, solid and dashed, round and square: apart in grey and for any eye.
 _TRAINING = {"color": "#12466b", "linestyle": "-", "marker": "o"}
 _VALIDATION = {"color": "#e07b00", "linestyle": "--", "marker": "s"}

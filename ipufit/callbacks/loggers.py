@@ -29,15 +29,6 @@ from ipufit.optim.several import name_of_optimizer
 from ipufit.utils.console import warn_user
 from ipufit.utils.files import replace_file
 
-__all__ = [
-    "CSVLogger",
-    "ExperimentLogger",
-    "JSONLinesLogger",
-    "RemoteMonitor",
-    "TensorBoard",
-    "logs_metrics",
-]
-
 
 def _to_json_line(record: Mapping[str, Union[str, float, None]]) -> str:
     """Return a record as one line of JSON, in which numbers that are not finite are texts.

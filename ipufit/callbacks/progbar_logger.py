@@ -16,8 +16,6 @@ from ipufit.callbacks.callback import Callback, Logs, means, one_of
 from ipufit.engines.program import Engine
 from ipufit.utils.console import notebook_shell
 
-__all__ = ["ProgbarLogger", "showing"]
-
 Progress = Literal[1, 2, "rich"]
 
 _INTERVAL = 0.1  # seconds between two states of a bar

@@ -24,8 +24,6 @@ from ipufit.core.weights_file import WeightsCopy
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.utils.console import say
 
-__all__ = ["EarlyStopping", "Monitor", "TerminateOnNaN", "Timer"]
-
 
 class Monitor(Callback):
     """Knows which value is watched, which way is better, and the best value so far.

@@ -12,8 +12,6 @@ from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.weights import ModelCheckpoint
 from ipufit.errors import ConfigurationError
 
-__all__ = ["Asynchronous", "LambdaCallback"]
-
 
 class Asynchronous(Callback):
     """Runs the batch hooks of a callback in a thread, while the next execution runs.

@@ -48,17 +48,6 @@ from ipufit.optim.schedules import settings
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 
-__all__ = [
-    "CHANGEABLE",
-    "ConfigurationChange",
-    "RunConfiguration",
-    "RunData",
-    "changeable_names",
-    "configuration_name",
-    "lines_of",
-    "resolve_resume_changes",
-]
-
 # Besides these, hyper-parameters of the optimizer by the names that torch has for them.
 CHANGEABLE = frozenset(
     (

@@ -44,15 +44,6 @@ from ipufit.utils.codec import (
 from ipufit.utils.fault_injection import check_disk
 from ipufit.utils.state import as_pairs
 
-__all__ = [
-    "MANIFEST",
-    "Contents",
-    "Document",
-    "Files",
-    "read_contents",
-    "write_contents",
-]
-
 T = TypeVar("T")
 # A JSON object whose members are checked where they are used.
 Document = Dict[str, Any]
@@ -63,7 +54,7 @@ _LENGTH = 30  # of a number: a float has up to 24; more digits take quadratic ti
 _TOKENS = re.compile(rb'\\.|["\[\]{}]', re.DOTALL)
 
 
-def dump(document: object, most: int) -> bytes:
+def _dump(document: object, most: int) -> bytes:
     """Return a document as the text of a JSON file.
 
     Raises:
@@ -76,12 +67,12 @@ def dump(document: object, most: int) -> bytes:
     if len(data) > most:
         raise UnfitError(f"it has {len(data)} bytes, more than {most}")
     # json writes a tuple as a list, and a key 1 as "1".
-    if parse(data) != document:
+    if _parse(data) != document:
         raise UnfitError("it is not plain JSON: reading it back gives something else")
     return data
 
 
-def parse(data: bytes) -> object:
+def _parse(data: bytes) -> object:
     """The document in a file of bounded size.
 
     Raises:
@@ -147,9 +138,9 @@ def _bounded(text: str) -> str:
 
 
 MANIFEST = "manifest.json"
-STATE = "state.json"
-SUFFIX = ".safetensors"
-MOST_BYTES = 1 << 20
+_STATE = "state.json"
+_SUFFIX = ".safetensors"
+_MOST_BYTES = 1 << 20
 _MOST_FILES = 64
 _FORMAT = "ipufit.Checkpoint"
 # Another minor number: older files have less. Another major number: they can't be read.
@@ -158,7 +149,7 @@ _GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class ManifestEntry(NamedTuple):
+class _ManifestEntry(NamedTuple):
     """Size and digest that a file must have.
 
     Attributes:
@@ -170,32 +161,32 @@ class ManifestEntry(NamedTuple):
     sha256: str
 
 
-def write_manifest(entries: Mapping[str, ManifestEntry]) -> bytes:
+def _write_manifest(entries: Mapping[str, _ManifestEntry]) -> bytes:
     """Return the text of a manifest with the size and digest of each file."""
     files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
     if len(files) > _MOST_FILES:
         raise UnfitError(
             f"it has {len(files)} files, more than {_MOST_FILES}", "Make fewer groups of tensors."
         )
-    return dump({"format": _FORMAT, "version": list(VERSION), "files": files}, MOST_BYTES)
+    return _dump({"format": _FORMAT, "version": list(VERSION), "files": files}, _MOST_BYTES)
 
 
-def read_manifest(data: bytes) -> Dict[str, ManifestEntry]:
+def _read_manifest(data: bytes) -> Dict[str, _ManifestEntry]:
     """The files that it lists, by plain names.
 
     Raises:
         UnfitError: it is none, of a version that is not read, or lists what can be no file of it.
     """
-    content = parse(data)
+    content = _parse(data)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UnfitError("it is not the manifest of a checkpoint")
     _check_version(content.get("version"))
     files = content.get("files")
     if set(content) != {"format", "version", "files"} or not isinstance(files, dict):
         raise UnfitError("its parts are not format, version and files")
-    if STATE not in files or len(files) > _MOST_FILES:
+    if _STATE not in files or len(files) > _MOST_FILES:
         raise UnfitError(
-            f"it lists {len(files)} files, but must list {STATE} and at most {_MOST_FILES}"
+            f"it lists {len(files)} files, but must list {_STATE} and at most {_MOST_FILES}"
         )
     return {_check_name(name): _entry(name, parts) for name, parts in files.items()}
 
@@ -214,18 +205,18 @@ def _check_version(version: object) -> None:
 
 
 def _check_name(name: str) -> str:
-    is_group = name.endswith(SUFFIX) and _GROUP.fullmatch(name[: -len(SUFFIX)])
-    if name != STATE and not is_group:
+    is_group = name.endswith(_SUFFIX) and _GROUP.fullmatch(name[: -len(_SUFFIX)])
+    if name != _STATE and not is_group:
         raise UnfitError(f"it lists the file {shown(name)}, which can't belong to a checkpoint")
     return name
 
 
-def _entry(name: str, parts: object) -> ManifestEntry:
+def _entry(name: str, parts: object) -> _ManifestEntry:
     if isinstance(parts, dict) and set(parts) == {"size", "sha256"}:
         size, sha256 = parts["size"], parts["sha256"]
         is_hash = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
         if type(size) is int and size >= 0 and is_hash:
-            return ManifestEntry(size, sha256)
+            return _ManifestEntry(size, sha256)
     raise UnfitError(f"it does not give a size and a hash for {shown(name)}")
 
 
@@ -357,7 +348,7 @@ def _size(status: os.stat_result) -> int:
     return status.st_size
 
 
-MOST_STATE_BYTES = 64 << 20
+_MOST_STATE_BYTES = 64 << 20
 
 
 @dataclasses.dataclass
@@ -391,19 +382,19 @@ def write_contents(
     for group, members in tensors.items():
         _check_tensors(group, members)
     try:
-        data = dump(document, MOST_STATE_BYTES)
+        data = _dump(document, _MOST_STATE_BYTES)
     except UnfitError as error:
         raise UnfitError(
             f"its document is refused: {error.reason}", "Make it with ipufit.checkpoint.encode."
         ) from error
-    disk.write(os.path.join(path, STATE), data)
-    entries = {STATE: ManifestEntry(len(data), hashlib.sha256(data).hexdigest())}
+    disk.write(os.path.join(path, _STATE), data)
+    entries = {_STATE: _ManifestEntry(len(data), hashlib.sha256(data).hexdigest())}
     for group, members in tensors.items():
-        file = os.path.join(path, group + SUFFIX)
+        file = os.path.join(path, group + _SUFFIX)
         disk.write_tensors(file, members)
         size = disk.size_of(file)
-        entries[group + SUFFIX] = ManifestEntry(size, disk.sha256_of(file, size))
-    disk.write(os.path.join(path, MANIFEST), write_manifest(entries))
+        entries[group + _SUFFIX] = _ManifestEntry(size, disk.sha256_of(file, size))
+    disk.write(os.path.join(path, MANIFEST), _write_manifest(entries))
     disk.sync_folder(path)
 
 
@@ -430,31 +421,31 @@ def read_contents(disk: Files, path: str) -> Contents:
     """
     with _named(path, MANIFEST):
         disk.check_folder(path)
-        entries = read_manifest(disk.read_bytes(os.path.join(path, MANIFEST), MOST_BYTES))
+        entries = _read_manifest(disk.read_bytes(os.path.join(path, MANIFEST), _MOST_BYTES))
         _check_listed(disk.names(path), entries)
     for name, entry in entries.items():
         with _named(path, name):
             size = disk.size_of(os.path.join(path, name))
             if size != entry.size:
                 raise UnfitError(f"it has {size} bytes, but {MANIFEST} says {entry.size}")
-    with _named(path, STATE):
-        if entries[STATE].size > MOST_STATE_BYTES:
-            raise UnfitError(f"it has more than {MOST_STATE_BYTES} bytes")
-        data = disk.read_bytes(os.path.join(path, STATE), entries[STATE].size)
-        _check_hash(hashlib.sha256(data).hexdigest(), entries[STATE])
-    groups = [name for name in entries if name != STATE]
+    with _named(path, _STATE):
+        if entries[_STATE].size > _MOST_STATE_BYTES:
+            raise UnfitError(f"it has more than {_MOST_STATE_BYTES} bytes")
+        data = disk.read_bytes(os.path.join(path, _STATE), entries[_STATE].size)
+        _check_hash(hashlib.sha256(data).hexdigest(), entries[_STATE])
+    groups = [name for name in entries if name != _STATE]
     for name in groups:
         with _named(path, name):
             sha256 = disk.sha256_of(os.path.join(path, name), entries[name].size)
             _check_hash(sha256, entries[name])
-    with _named(path, STATE):
-        document = parse(data)
+    with _named(path, _STATE):
+        document = _parse(data)
         if not isinstance(document, dict):
             raise UnfitError("it is not a JSON object")
     tensors = {}
     for name in groups:
         with _named(path, name):
-            tensors[name[: -len(SUFFIX)]] = disk.read_tensors(os.path.join(path, name))
+            tensors[name[: -len(_SUFFIX)]] = disk.read_tensors(os.path.join(path, name))
     return Contents(document, tensors)
 
 
@@ -472,14 +463,14 @@ def _named(path: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def _check_listed(names: Iterable[str], entries: Mapping[str, ManifestEntry]) -> None:
+def _check_listed(names: Iterable[str], entries: Mapping[str, _ManifestEntry]) -> None:
     """A file of state that is not listed was not checked; a note or a hidden file does no harm."""
     for name in sorted(names):
-        is_state = name.endswith((SUFFIX, ".json")) and not name.startswith(".")
+        is_state = name.endswith((_SUFFIX, ".json")) and not name.startswith(".")
         if is_state and name != MANIFEST and name not in entries:
             raise UnfitError(f"it does not list {shown(name)}, which is in the folder")
 
 
-def _check_hash(sha256: str, entry: ManifestEntry) -> None:
+def _check_hash(sha256: str, entry: _ManifestEntry) -> None:
     if sha256 != entry.sha256:
         raise UnfitError(f"its content has changed since {MANIFEST} was written")

@@ -10,8 +10,6 @@ from ipufit.core import Direction
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least, folder_of, one_of
 
-__all__ = ["Checkpoint", "resolve_checkpoint"]
-
 Path = Union[str, "os.PathLike[str]"]
 
 

@@ -32,7 +32,6 @@ try:
 except ImportError:  # Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LOCK", "Store", "locked", "name_of"]
 
 _NAME = re.compile(r"update-([0-9]{9,18})(?:[-_.][A-Za-z0-9_.-]{0,80})?")
 _PART = re.compile(r"\.update-.*\.([0-9]{1,20})\.[0-9]{1,20}\.part")
@@ -46,12 +45,12 @@ def name_of(updates: int) -> str:
     return f"update-{updates:09d}"
 
 
-def is_name(name: str) -> bool:
+def _is_name(name: str) -> bool:
     """Return True if a checkpoint can have a name: it leads nowhere outside of its folder."""
     return _NAME.fullmatch(name) is not None
 
 
-def place_of(name: str) -> Tuple[int, str]:
+def _place_of(name: str) -> Tuple[int, str]:
     """Return the key by which checkpoints are sorted: the number, then the suffix."""
     match = _NAME.fullmatch(name)
     assert match is not None, name
@@ -59,7 +58,7 @@ def place_of(name: str) -> Tuple[int, str]:
 
 
 @contextlib.contextmanager
-def protect_part(part: str) -> Iterator[None]:
+def _protect_part(part: str) -> Iterator[None]:
     """Inside, a hidden folder is no leftover."""
     _HELD.add(part)
     try:
@@ -68,7 +67,7 @@ def protect_part(part: str) -> Iterator[None]:
         _HELD.discard(part)
 
 
-def is_left_over(path: str) -> bool:
+def _is_left_over(path: str) -> bool:
     """Return True if nobody works on a hidden folder: its process is gone, or it is old."""
     entry = os.path.basename(path)
     match = _PART.fullmatch(entry)
@@ -130,7 +129,7 @@ class Store:
         try:
             self._make_folder(self.folder)
             self._sweep()
-            with protect_part(part):
+            with _protect_part(part):
                 self._write(hidden, target, document, tensors)
         except (OSError, UnfitError) as error:
             is_taken = isinstance(error, OSError) and error.errno in (
@@ -221,10 +220,10 @@ class Store:
                 f"checkpoints are in a folder, but {self.folder!r} can't be listed: "
                 f"{reason_of(error)}. Choose another folder."
             ) from error
-        names = [name for name in entries if is_name(name)]
+        names = [name for name in entries if _is_name(name)]
         return sorted(
             (n for n in names if os.path.lexists(os.path.join(self.folder, n, MANIFEST))),
-            key=place_of,
+            key=_place_of,
         )
 
     def read(self, name: str) -> Contents:
@@ -260,7 +259,7 @@ class Store:
         hidden = os.path.join(self.folder, part)
         try:
             self._sweep()
-            with protect_part(part):
+            with _protect_part(part):
                 self._files.rename(path, hidden)
                 self._files.sync_folder(self.folder)
                 self._files.remove_tree(hidden)
@@ -296,7 +295,7 @@ class Store:
         return doomed
 
     def _path(self, name: str) -> str:
-        if not is_name(name):
+        if not _is_name(name):
             raise CheckpointError(
                 f"a checkpoint must be named like {name_of(12)!r}, perhaps with a suffix as in "
                 f"{name_of(12) + '-last'!r}, got {shown(name)}. Use name_of(updates)."
@@ -337,7 +336,7 @@ class Store:
             path = os.path.join(self.folder, entry)
             # Another process may be at it; and what can't be removed hinders nobody.
             with contextlib.suppress(OSError):
-                if is_left_over(path):
+                if _is_left_over(path):
                     self._files.remove_tree(path)
 
 

@@ -23,17 +23,6 @@ from ipufit.utils.codec import decode, encode
 from ipufit.utils.state import generator_states, set_generators
 from ipufit.utils.tree import flatten
 
-__all__ = [
-    "NUMBERS",
-    "Named",
-    "RestoredState",
-    "checkpoint_contents",
-    "load_generators",
-    "loop_state",
-    "merge",
-    "split",
-]
-
 _KIND = "training"
 _PARTS = (
     *("meter", "history", "callbacks", "random", "optimizer", "averages", "others"),

@@ -25,9 +25,7 @@ from ipufit.training.model import Model
 from ipufit.training.session import Session, require_single_process
 from ipufit.training.trainer import Job
 
-__all__ = ["Bench"]
-
-ALIKE, DIFFERENT = 0, 1
+_ALIKE, _DIFFERENT = 0, 1
 
 # Numbers and texts by name, as they are printed as JSON.
 _Values = Dict[str, Any]
@@ -84,7 +82,7 @@ class Bench(Examination[_Values]):
     def show(self, results: List[_Values]) -> Tuple[int, str, object]:
         """Show a table of all ways."""
         (result,) = results
-        return ALIKE if result["agree"] else DIFFERENT, "\n".join(_lines(result)), result
+        return _ALIKE if result["agree"] else _DIFFERENT, "\n".join(_lines(result)), result
 
 
 def _ways(session: Session, with_inductor: bool) -> List[_Way]:

@@ -8,9 +8,7 @@ from ipufit.analysis.check.check import checked_sample
 from ipufit.analysis.check.findings import CheckReport
 from ipufit.cli.intercept_fit import Examination, FitCall
 
-__all__ = ["Checking"]
-
-CLEAN, FOUND = 0, 1
+_CLEAN, _FOUND = 0, 1
 
 
 class Checking(Examination[CheckReport]):
@@ -30,4 +28,4 @@ class Checking(Examination[CheckReport]):
     def show(self, results: List[CheckReport]) -> Tuple[int, str, object]:
         """Show all findings."""
         values = {"reports": [report.as_dict() for report in results]}
-        return FOUND if any(results) else CLEAN, "\n\n".join(map(str, results)), values
+        return _FOUND if any(results) else _CLEAN, "\n\n".join(map(str, results)), values

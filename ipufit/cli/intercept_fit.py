@@ -23,8 +23,6 @@ from ipufit.training.session import Session
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import replaced
 
-__all__ = ["UNREADABLE", "Examination", "FitCall"]
-
 UNREADABLE = 2
 
 T = TypeVar("T")

@@ -12,9 +12,7 @@ from ipufit.planner.partition_plan import PartitionPlan
 from ipufit.planner.plan_partition import plan_partition
 from ipufit.training.summary import stripped
 
-__all__ = ["Planning"]
-
-FITS, TOO_LARGE = 0, 1
+_FITS, _TOO_LARGE = 0, 1
 
 # Of the batches; None where the division is another one than that of fit.
 _Plans = Tuple[Optional[Plan], PartitionPlan]
@@ -57,4 +55,4 @@ class Planning(Examination[_Plans]):
         text = str(plan) if batches is None else f"{batches.explain()}\n\n{plan}"
         of_batches = None if batches is None else dataclasses.asdict(batches)
         values = {"batches": of_batches, **plan.to_dict()}
-        return FITS if plan.fits else TOO_LARGE, text, values
+        return _FITS if plan.fits else _TOO_LARGE, text, values

@@ -13,18 +13,6 @@ from torch import Tensor
 
 from ipufit.conformance.scenario import Scenario
 
-__all__ = [
-    "CASES",
-    "Case",
-    "FunctionModule",
-    "Kit",
-    "Regression",
-    "SkippedError",
-    "judged",
-    "open_question",
-    "scenario",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -38,8 +38,6 @@ from ipufit.engines.choice import list_engines
 from ipufit.training.model import Model
 from ipufit.utils.interrupts import exit_at_sigterm
 
-__all__ = ["collect", "timings"]
-
 assert _cases is not None  # its modules have filled CASES
 
 _ROOT = pathlib.Path(ipufit.__file__).resolve().parents[1]
@@ -47,7 +45,7 @@ _EPOCHS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class _Row:
     """Result of a case.
 
     Attributes:
@@ -82,7 +80,7 @@ def chosen(patterns: List[str], implementation: Implementation) -> List[Case]:
     return [case for case in CASES if fits(case)]
 
 
-def run(implementation: Implementation, patterns: Optional[List[str]] = None) -> Iterator[Row]:
+def _run(implementation: Implementation, patterns: Optional[List[str]] = None) -> Iterator[_Row]:
     """Run cases, one at a time.
 
     Args:
@@ -92,7 +90,7 @@ def run(implementation: Implementation, patterns: Optional[List[str]] = None) ->
         yield run_case(implementation, case)
 
 
-def run_case(implementation: Implementation, case: Case) -> Row:
+def run_case(implementation: Implementation, case: Case) -> _Row:
     """Run one case."""
     dtype = torch.float32 if case.narrow else implementation.dtype
     kit = Kit(implementation.poptorch, dtype, implementation.tolerance)
@@ -104,13 +102,13 @@ def run_case(implementation: Implementation, case: Case) -> Row:
             try:
                 if case.scenario is not None:
                     observed = implementation.observe(case.scenario)
-                    compare(kit, case.scenario, observed, expected(case.scenario))
+                    _compare(kit, case.scenario, observed, expected(case.scenario))
                 elif case.body is not None:
                     case.body(kit)
             finally:
                 kit.destroy_models()
     except SkippedError as reason:
-        return Row(case.name, "skip", None, kit.tolerance, str(reason), case.question)
+        return _Row(case.name, "skip", None, kit.tolerance, str(reason), case.question)
     except Exception as fault:
         where = traceback.extract_tb(fault.__traceback__)[-1]
         failed = f"{type(fault).__name__}: {fault} ({where.name}, line {where.lineno})"
@@ -119,10 +117,10 @@ def run_case(implementation: Implementation, case: Case) -> Row:
     if case.question:
         outcome, details = "open", details or "as we read it"
     error = None if not kit.compared else kit.error
-    return Row(case.name, outcome, error, kit.tolerance, details, case.question)
+    return _Row(case.name, outcome, error, kit.tolerance, details, case.question)
 
 
-def compare(kit: Kit, scenario: Scenario, observed: Observed, wanted: Observed) -> None:
+def _compare(kit: Kit, scenario: Scenario, observed: Observed, wanted: Observed) -> None:
     """Compare the results of a scenario with those expected."""
     for index, (actual, other) in enumerate(zip(observed.calls, wanted.calls)):
         for name in sorted(set(actual) & set(scenario.compared)):
@@ -163,7 +161,7 @@ def _quiet() -> Iterator[None]:
 _NAME = 84
 
 
-def environment() -> Dict[str, str]:
+def _environment() -> Dict[str, str]:
     """Return versions and system, which all implementations on this machine share."""
     return {
         "ipufit": __version__,
@@ -173,7 +171,7 @@ def environment() -> Dict[str, str]:
     }
 
 
-class ResultTable:
+class _ResultTable:
     """Prints and stores the rows of one implementation as they come.
 
     Args:
@@ -183,12 +181,12 @@ class ResultTable:
 
     def __init__(self, implementation: Implementation, out: TextIO) -> None:
         self._out = out
-        self._head = {"engine": implementation.name, **environment(), **implementation.versions()}
+        self._head = {"engine": implementation.name, **_environment(), **implementation.versions()}
         dtype = str(implementation.dtype).rpartition(".")[2]
         self._head["tolerance"] = f"{implementation.tolerance:g} ({dtype})"
-        self._rows: List[Row] = []
+        self._rows: List[_Row] = []
 
-    def print(self, rows: Iterable[Row]) -> None:
+    def print(self, rows: Iterable[_Row]) -> None:
         """Print the head, every row, failures, and open questions."""
         for name, value in self._head.items():
             self._line(f"{name:<10} {value}")
@@ -206,7 +204,7 @@ class ResultTable:
         self._line("")
 
     def _open_questions(self) -> None:
-        answers: Dict[str, List[Row]] = {}
+        answers: Dict[str, List[_Row]] = {}
         for row in self._rows:
             if row.question:
                 answers.setdefault(row.question, []).append(row)
@@ -245,7 +243,7 @@ class ResultTable:
         self._out.flush()
 
 
-def write_json(value: object, file: TextIO) -> None:
+def _write_json(value: object, file: TextIO) -> None:
     """Write a value as one JSON document."""
     json.dump(value, file, indent=1, allow_nan=False)
     file.write("\n")
@@ -320,7 +318,7 @@ class Evidence:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self.tables: List[ResultTable] = []
+        self.tables: List[_ResultTable] = []
         self.speeds: List[Dict[str, object]] = []
         self.programs: List[Dict[str, object]] = []
         self.complete = False
@@ -328,8 +326,8 @@ class Evidence:
     def run_cases(self, implementations: List[Implementation], patterns: List[str]) -> None:
         """Run the cases whose names fit on all implementations."""
         for implementation in implementations:
-            self.tables.append(ResultTable(implementation, self._out))
-            self.tables[-1].print(run(implementation, patterns))
+            self.tables.append(_ResultTable(implementation, self._out))
+            self.tables[-1].print(_run(implementation, patterns))
 
     def train_models(self) -> None:
         """Measure how fast models train."""
@@ -363,7 +361,7 @@ class Evidence:
         return {
             "format": 1,
             "complete": self.complete,
-            "environment": environment(),
+            "environment": _environment(),
             "engines": [str(status) for status in list_engines()],
             "cases": self.as_list(),
             "speeds": self.speeds,
@@ -402,9 +400,9 @@ def collect(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> i
             evidence.complete = True
         finally:  # what has been seen before an interrupt is not lost
             if "--json" in files:
-                write_json(evidence.as_list(), files["--json"])
+                _write_json(evidence.as_list(), files["--json"])
             if "--kit" in files:
-                write_json(evidence.as_dict(), files["--kit"])
+                _write_json(evidence.as_dict(), files["--kit"])
     return 0 if all(table.passed for table in evidence.tables) else 1
 
 

@@ -13,18 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-__all__ = [
-    "CLASSES",
-    "LOSSES",
-    "Net",
-    "Observed",
-    "OptimizerSpec",
-    "PlainOperators",
-    "Scenario",
-    "expected",
-]
-
-
 State = Dict[str, Tensor]
 # Of the constructor of an optimizer.
 Arguments = Mapping[str, Any]
@@ -109,7 +97,7 @@ class OptimizerSpec:
         # As torch.nn.utils.clip_grad_norm_ does it.
         factor = min(1.0, self.max_grad_norm / (norm + 1e-6))
         for weight, gradient, state in zip(weights, gradients, states):
-            weight -= RULES[self.name](weight, gradient * factor, state, t, dict(self.arguments))
+            weight -= _RULES[self.name](weight, gradient * factor, state, t, dict(self.arguments))
 
 
 def _sgd(w: Tensor, g: Tensor, state: State, t: int, a: Arguments) -> Any:
@@ -163,7 +151,7 @@ def _rmsprop(w: Tensor, g: Tensor, state: State, t: int, a: Arguments) -> Any:
     return outer * b
 
 
-RULES: Dict[str, Rule] = {
+_RULES: Dict[str, Rule] = {
     "SGD": _sgd,
     "Adam": _adam,
     "AdamW": _adamw,
@@ -172,7 +160,7 @@ RULES: Dict[str, Rule] = {
 }
 
 
-FEATURES, HIDDEN, OUTPUTS = 3, 4, 2
+_FEATURES, _HIDDEN, _OUTPUTS = 3, 4, 2
 
 
 class Net(nn.Module):
@@ -191,9 +179,9 @@ class Net(nn.Module):
         part: Callable[[int], ContextManager[object]] = lambda index: contextlib.nullcontext(),
     ) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, HIDDEN)
-        self.norm = nn.BatchNorm1d(HIDDEN) if scenario.norm else nn.Identity()
-        self.second = nn.Linear(HIDDEN, OUTPUTS)
+        self.first = nn.Linear(_FEATURES, _HIDDEN)
+        self.norm = nn.BatchNorm1d(_HIDDEN) if scenario.norm else nn.Identity()
+        self.second = nn.Linear(_HIDDEN, _OUTPUTS)
         self.loss, self.operators, self.part = LOSSES[scenario.loss], operators, part
         for index, parameter in enumerate(self.parameters()):
             # Values that repeat nowhere, of the size that a fresh layer has.
@@ -260,11 +248,11 @@ class Scenario:
     def data(self) -> List[Tuple[Tensor, Tensor]]:
         """Return inputs and target of every call, in float64; no two samples are alike."""
         count = self.calls * self.samples
-        steps = torch.arange(count * FEATURES, dtype=torch.float64).view(count, FEATURES)
+        steps = torch.arange(count * _FEATURES, dtype=torch.float64).view(count, _FEATURES)
         x = torch.sin(0.83 * steps * (1 + 0.01 * steps))
-        y = torch.cos(1.31 * steps[:, :OUTPUTS])
+        y = torch.cos(1.31 * steps[:, :_OUTPUTS])
         if self.loss in CLASSES:
-            y = (torch.arange(count) * 7 // 3) % OUTPUTS
+            y = (torch.arange(count) * 7 // 3) % _OUTPUTS
         return list(zip(torch.split(x, self.samples), torch.split(y, self.samples)))
 
 

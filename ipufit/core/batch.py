@@ -16,22 +16,6 @@ from torch import Tensor
 from ipufit.core.plan import Plan
 from ipufit.utils import tree
 
-__all__ = [
-    "BatchParts",
-    "CombinedBatch",
-    "DataCursor",
-    "MicroBatch",
-    "Mode",
-    "ProcessShard",
-    "RawBatch",
-    "copy_leaf",
-    "counts_by_rank",
-    "local_indices",
-    "loss_counts",
-    "part_name",
-    "split_by_update",
-]
-
 T = TypeVar("T")
 # A batch as a loader yields it, before it is looked at.
 RawBatch = Any

@@ -17,22 +17,6 @@ from ipufit.errors import CaptureError, ConfigurationError, DataError, UnknownNa
 from ipufit.processes import Processes
 from ipufit.utils.console import warn_user
 
-__all__ = [
-    "AUTO",
-    "CUDAGRAPH",
-    "GRAPH",
-    "INDUCTOR",
-    "INFERENCE",
-    "KERNELS",
-    "OFF",
-    "TRAINING",
-    "Backend",
-    "CompilerFunction",
-    "EagerFallback",
-    "resolve_jit",
-    "role_of",
-]
-
 T = TypeVar("T")
 
 AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"

@@ -19,17 +19,6 @@ from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import one_of
 from ipufit.utils.names import check_log_name
 
-__all__ = [
-    "Entries",
-    "LogRule",
-    "Running",
-    "check_value",
-    "collecting",
-    "log",
-    "merge_rules",
-    "report",
-]
-
 LogReduction = Literal["mean", "sum", "max", "min", "last"]
 _FLAGS = ("on_update", "counted", "exact", "is_none")
 
@@ -55,7 +44,7 @@ class LogRule:
 
 
 @dataclasses.dataclass
-class LoggedEntry:
+class _LoggedEntry:
     """Values that one micro-batch has logged under one name."""
 
     rule: LogRule
@@ -84,7 +73,7 @@ def _as_tensor(value: Union[Tensor, float], device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-Entries = Dict[str, LoggedEntry]
+Entries = Dict[str, _LoggedEntry]
 _open: contextvars.ContextVar[Optional[Entries]] = contextvars.ContextVar("ipufit", default=None)
 
 
@@ -136,7 +125,7 @@ def report(name: str, value: Union[Tensor, float], rule: LogRule) -> None:
     entries = _open.get()
     if entries is None:
         return
-    entry = entries.setdefault(name, LoggedEntry(rule, []))
+    entry = entries.setdefault(name, _LoggedEntry(rule, []))
     merge_rules({name: entry.rule}, {name: rule})
     # A copy: what forward does to a tensor in place later on is not what was logged.
     entry.values.append(value.detach().clone() if isinstance(value, Tensor) else float(value))

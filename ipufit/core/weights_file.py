@@ -19,16 +19,13 @@ from ipufit.errors import ConfigurationError, brief_error
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.files import replace_file, sync_folder, write_tensors
 
-__all__ = ["WeightsCopy", "described", "differences", "load_weights", "save_weights"]
-
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 # Before it, a file could run code in spite of weights_only (CVE-2025-32434).
 _SAFE = "2.6"
 
 
-def read_torch(path: str) -> Dict[str, Tensor]:
+def _read_torch(path: str) -> Dict[str, Tensor]:
     """Read the tensors of a state dict that ``torch.save`` wrote, by name.
 
     Raises:
@@ -194,14 +191,14 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
 
 
 def _read(path: Path) -> Dict[str, Tensor]:
-    if os.fspath(path).endswith(TORCH_SUFFIXES):
-        return read_torch(os.fspath(path))
+    if os.fspath(path).endswith(_TORCH_SUFFIXES):
+        return _read_torch(os.fspath(path))
     try:
         return safetensors.torch.load_file(os.fspath(path))
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigurationError(
             f"load_weights reads {os.fspath(path)!r} as safetensors, but that fails: {error}. "
-            f"For a file of torch.save, use a suffix such as {', '.join(TORCH_SUFFIXES)}."
+            f"For a file of torch.save, use a suffix such as {', '.join(_TORCH_SUFFIXES)}."
         ) from error
 
 

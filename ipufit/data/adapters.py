@@ -30,9 +30,7 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["DataArguments", "comes_in_samples", "get_data_adapter", "split_data"]
-
-DEFAULT_BATCH_SIZE = 32  # Keras'
+_DEFAULT_BATCH_SIZE = 32  # Keras'
 # What tables of other libraries make arrays or frames with.
 _CONVERSIONS = ("to_numpy", "toarray", "to_pandas", "collect")
 
@@ -110,7 +108,7 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
         arguments = dataclasses.replace(arguments, x=arguments.x.loader)
     arguments = arguments.as_arrays()
     _refuse_table(arguments)
-    size = DEFAULT_BATCH_SIZE
+    size = _DEFAULT_BATCH_SIZE
     with faults.collect():
         if arguments.batch_size is not None:
             size = at_least(arguments.batch_size_name, arguments.batch_size, 1, " or None")

@@ -14,8 +14,6 @@ import torch
 from ipufit.utils.interrupts import ForkGuard, defer_sigint, is_interrupted
 from ipufit.utils.random_streams import LOCK
 
-__all__ = ["fetch_ahead", "reads_ahead"]
-
 T = TypeVar("T")
 # How long an interrupt waits for the thread, in seconds, and then once more without what it reads.
 _PATIENCE = 1.0

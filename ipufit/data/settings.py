@@ -9,8 +9,6 @@ from typing import Any, Collection, List, Optional, Union
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least
 
-__all__ = ["Loading", "Validation", "resolve_loading", "resolve_validation", "validation_epochs"]
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Loading(SettingsRepr):

@@ -17,16 +17,6 @@ from ipufit.errors import ConfigurationError, PlanError
 from ipufit.partition.partition import Partition
 from ipufit.partition.request import PartitionRequest
 
-__all__ = [
-    "IpuArguments",
-    "IpuSettings",
-    "LayerCut",
-    "ModeSettings",
-    "Setting",
-    "Strategy",
-    "times",
-]
-
 T = TypeVar("T", covariant=True)
 
 # Into how many parts a layer is cut, or how many are on each IPU.

@@ -30,17 +30,6 @@ from ipufit.tracing.comparison import Comparison, Tolerance
 from ipufit.tracing.validate import public_name
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = [
-    "Engine",
-    "ExecutionResult",
-    "ForwardingProgram",
-    "Prepared",
-    "Program",
-    "ProgramSpec",
-    "Recordings",
-    "TrainState",
-]
-
 T = TypeVar("T")
 # Structure of a micro-batch, and shape, dtype and strides, where these count, of each tensor.
 Form = Tuple[object, Tuple[Tuple[torch.Size, torch.dtype, Tuple[int, ...]], ...]]

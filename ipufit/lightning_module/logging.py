@@ -20,8 +20,6 @@ from ipufit.lightning_module.metric_calls import MetricCalls, MetricValue
 from ipufit.lightning_module.trainer_proxy import replace_attributes
 from ipufit.utils.names import check_log_name
 
-__all__ = ["Log", "Notes", "attached", "hook_log", "no_log", "step_log"]
-
 Log = Callable[..., None]
 Notes = Dict[str, Dict[str, object]]
 # Besides a stand-in for the result of a metric, which only a step has.

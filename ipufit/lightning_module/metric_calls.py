@@ -25,11 +25,9 @@ from ipufit.lightning_module.inspection import MetricObject, is_collection, is_m
 from ipufit.lightning_module.trainer_proxy import refuse_here, refuse_operators, replace_attributes
 from ipufit.utils import tree
 
-__all__ = ["MetricCalls", "MetricKey", "MetricValue", "find_calls"]
-
 
 @dataclasses.dataclass(frozen=True)
-class TensorIndex:
+class _TensorIndex:
     """Index of a tensor among the tensors of all calls.
 
     Attributes:
@@ -40,7 +38,7 @@ class TensorIndex:
 
 
 @dataclasses.dataclass(frozen=True)
-class MetricCall:
+class _MetricCall:
     """One call of a metric.
 
     Attributes:
@@ -56,14 +54,14 @@ class MetricCall:
     def arguments(self, tensors: Sequence[Tensor]) -> Tuple[Tuple[object, ...], Dict[str, object]]:
         """Return positional and named arguments around these tensors."""
         leaves = [
-            tensors[each.index] if isinstance(each, TensorIndex) else each for each in self.leaves
+            tensors[each.index] if isinstance(each, _TensorIndex) else each for each in self.leaves
         ]
         args, kwargs = tree.unflatten(leaves, self.structure)
         return args, kwargs
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchValue:
+class _BatchValue:
     """A value that a call returns, logged like any number of a step.
 
     Attributes:
@@ -91,14 +89,17 @@ class MetricKey(str):
         resets: metrics that are logged, and forget everything at the end of an epoch.
     """
 
-    calls: Tuple[MetricCall, ...]
-    values: Tuple[BatchValue, ...]
+    calls: Tuple[_MetricCall, ...]
+    values: Tuple[_BatchValue, ...]
     epochs: Mapping[str, str]
     resets: Tuple[str, ...]
 
     @staticmethod
     def of(
-        calls: List[MetricCall], values: List[BatchValue], epochs: Dict[str, str], resets: List[str]
+        calls: List[_MetricCall],
+        values: List[_BatchValue],
+        epochs: Dict[str, str],
+        resets: List[str],
     ) -> MetricKey:
         """Make the key of these calls and values."""
         key = MetricKey(f"metrics: {calls}, {values}, {epochs}, {resets}")
@@ -182,12 +183,12 @@ class MetricCalls:
         self._objects = dict(metrics_in(module))
         self._paths = {id(metric): path for path, metric in self._objects.items()}
         self._hidden = {p: m for p, m in _hidden(module) if id(m) not in self._paths}
-        self._calls: List[MetricCall] = []
+        self._calls: List[_MetricCall] = []
         self._tensors: List[Tensor] = []
         # By identity and version, with the tensor itself, so that no other one gets its id.
-        self._places: Dict[Tuple[int, int], Tuple[TensorIndex, Tensor]] = {}
+        self._places: Dict[Tuple[int, int], Tuple[_TensorIndex, Tensor]] = {}
         self._latest: Dict[str, MetricValue] = {}
-        self._values: List[BatchValue] = []
+        self._values: List[_BatchValue] = []
         self._epochs: Dict[str, str] = {}
         self._resets: List[str] = []
 
@@ -242,7 +243,7 @@ class MetricCalls:
             refuse_here(f"self.{path} was called in {self._step}", self._refused)
         leaves, structure = tree.flatten((args, kwargs))
         constants = tuple(self._record_leaf(path, leaf) for leaf in leaves)
-        self._calls.append(MetricCall(path, structure, constants))
+        self._calls.append(_MetricCall(path, structure, constants))
         return len(self._calls) - 1
 
     def _record_leaf(self, path: str, leaf: object) -> object:
@@ -250,7 +251,7 @@ class MetricCalls:
             # A copy: what the step does to it in place later on is not what the metric got.
             key = id(leaf), 0 if leaf.is_inference() else leaf._version
             if key not in self._places:
-                self._places[key] = TensorIndex(len(self._tensors)), leaf
+                self._places[key] = _TensorIndex(len(self._tensors)), leaf
                 self._tensors.append(leaf.detach().clone())
             return self._places[key][0]
         if isinstance(leaf, _CONSTANTS):
@@ -262,7 +263,7 @@ class MetricCalls:
 
     def log_value(self, name: str, value: MetricValue, rule: LogRule) -> None:
         """Log a value that a call returned, as a number."""
-        self._values.append(BatchValue(name, rule, value.call, value.key))
+        self._values.append(_BatchValue(name, rule, value.call, value.key))
 
     def log_metric(
         self,

@@ -36,8 +36,6 @@ from ipufit.utils import tree
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng, replaced
 
-__all__ = ["MeasuredProgram", "ModuleMetrics", "StepMetrics"]
-
 Objects = Mapping[str, MetricObject]
 
 
@@ -89,7 +87,7 @@ class ModuleMetrics:
     def called(self, role: str) -> Objects:
         """Return the metrics of :meth:`find` that a step calls."""
         calls = {call.path for key in self._known.get(role, ()) for call in key.calls}
-        return {p: m for p, m in self._objects.items() if any(is_in(each, p) for each in calls)}
+        return {p: m for p, m in self._objects.items() if any(_is_in(each, p) for each in calls)}
 
     def turn_to(self, role: str) -> Objects:
         """Give the metrics that the step calls the state of that step.
@@ -130,7 +128,7 @@ class ModuleMetrics:
         objects = self.turn_to(role)
         logged = {path for key in self._known.get(role, ()) for path in key.resets}
         for path in sorted({*logged, *self._late}):
-            metric_at(objects if path in logged else self._objects, path).reset()
+            _metric_at(objects if path in logged else self._objects, path).reset()
         self._late = []
 
     def finish(self) -> None:
@@ -152,7 +150,7 @@ class ModuleMetrics:
                 "self.log_dict."
             )
         self._late.append(paths[id(metric)])
-        return as_number(metric.compute(), f"self.{paths[id(metric)]}")
+        return _as_number(metric.compute(), f"self.{paths[id(metric)]}")
 
     @contextlib.contextmanager
     def shown(self, role: str, processes: Optional[Processes] = None) -> Iterator[None]:
@@ -171,18 +169,18 @@ class ModuleMetrics:
                 restore(metric, merge_states(metric, [each[path] for each in states], path))
         with contextlib.ExitStack() as stack:
             for metric in self._objects.values():
-                stack.enter_context(without_sync(metric))
+                stack.enter_context(_without_sync(metric))
             yield
         for path, state in local_states.items():
             # A hook may have reset it; else it goes on from its own part.
-            if has_seen(objects[path]):
+            if _has_seen(objects[path]):
                 restore(objects[path], state)
 
 
-def metric_at(objects: Objects, path: str) -> MetricObject:
+def _metric_at(objects: Objects, path: str) -> MetricObject:
     """Return a metric by its path, which may lie inside one of these objects."""
     for outer, metric in objects.items():
-        if outer != path and is_in(path, outer) and is_collection(metric):
+        if outer != path and _is_in(path, outer) and is_collection(metric):
             # Members that share one state are shown it.
             metric.values(copy_state=False)
     return _inside(objects, path)
@@ -190,18 +188,18 @@ def metric_at(objects: Objects, path: str) -> MetricObject:
 
 def _inside(objects: Objects, path: str) -> MetricObject:
     for outer, metric in objects.items():
-        if is_in(path, outer):
+        if _is_in(path, outer):
             inner = metric if outer == path else metric.get_submodule(path[len(outer) + 1 :])
             assert is_metric(inner)
             return inner
     raise AssertionError(path)
 
 
-def is_in(path: str, outer: str) -> bool:
+def _is_in(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
-def as_number(value: object, name: str) -> float:
+def _as_number(value: object, name: str) -> float:
     """Convert the value of a metric to one real number.
 
     Raises:
@@ -221,12 +219,12 @@ def _members(metric: nn.Module) -> List[Any]:
     return [each for each in metric.modules() if hasattr(each, "_update_count")]
 
 
-def has_seen(metric: MetricObject) -> bool:
+def _has_seen(metric: MetricObject) -> bool:
     """Return True if a metric has been updated since it was reset."""
     return any(each._update_count for each in _members(metric))
 
 
-def without_sync(metric: MetricObject) -> contextlib.AbstractContextManager[None]:
+def _without_sync(metric: MetricObject) -> contextlib.AbstractContextManager[None]:
     """Keep a metric, in the block, from asking other processes by itself."""
     names = ("sync_on_compute", "_to_sync")
     return replaced(*((each, name, False) for each in _members(metric) for name in names))
@@ -301,9 +299,9 @@ class StepMetrics:
         objects, values = self._objects, {}
         assert self._role is not None
         for name, path in self._metrics.epochs(self._role).items():
-            metric = metric_at(objects, path)
-            with without_sync(metric):
-                values[name] = as_number(metric.compute(), name) if has_seen(metric) else math.nan
+            metric = _metric_at(objects, path)
+            with _without_sync(metric):
+                values[name] = _as_number(metric.compute(), name) if _has_seen(metric) else math.nan
         return values
 
     def state_dict(self) -> Dict[str, Dict[str, Any]]:
@@ -346,7 +344,7 @@ class StepMetrics:
         objects = self._objects
         assert self._role is not None
         return {
-            name: getattr(metric_at(objects, path), "higher_is_better", None)
+            name: getattr(_metric_at(objects, path), "higher_is_better", None)
             for name, path in self._metrics.epochs(self._role).items()
         }
 
@@ -434,9 +432,9 @@ def _update_metrics(
     wanted = {value.call for value in key.values}
     results: Dict[int, Any] = {}
     for number_of, call in enumerate(key.calls):
-        metric = metric_at(objects, call.path)
+        metric = _metric_at(objects, call.path)
         args, kwargs = call.arguments(tuple(_beside(metric, each) for each in tensors))
-        with _named_failure(f"self.{call.path}", args, kwargs), torch.no_grad(), without_sync(
+        with _named_failure(f"self.{call.path}", args, kwargs), torch.no_grad(), _without_sync(
             metric
         ):
             if number_of in wanted:
@@ -446,7 +444,7 @@ def _update_metrics(
     values = {}
     for value in key.values:
         result = results[value.call]
-        values[value.name] = as_number(
+        values[value.name] = _as_number(
             result if value.key is None else result[value.key], value.name
         )
     return values
@@ -473,11 +471,11 @@ def _try(key: MetricKey, objects: Objects, tensors: Sequence[Tensor]) -> None:
         _update_metrics(key, trial, numbers)
         for name, path in key.epochs.items():
             try:
-                value = metric_at(trial, path).compute()
+                value = _metric_at(trial, path).compute()
             except Exception:
                 # Of so few samples it may have no value.
                 continue
-            as_number(value, name)
+            _as_number(value, name)
 
 
 @contextlib.contextmanager

@@ -20,11 +20,9 @@ from ipufit.losses.loss import Loss
 from ipufit.losses.rules import LossFacts, LossTerm, TargetKind
 from ipufit.utils import tree
 
-__all__ = ["Call", "CallLoss", "arguments_of", "several_targets"]
-
 # Names of what has none: the output of a module that returns one tensor, and the target of a batch
 # (inputs, target).
-OUTPUT, TARGET = "output", "target"
+_OUTPUT, _TARGET = "output", "target"
 
 
 class Call:
@@ -257,7 +255,7 @@ class CallLoss(Loss):
         """Everything in the batch by name, None for what is no part of the program."""
         named, fields = _by_name(target)
         single = self.target_of(target)
-        alias = {} if single is None else {TARGET: single}
+        alias = {} if single is None else {_TARGET: single}
         inner = [each for each in named.values() if isinstance(each, Mapping)]
         more = {name: value for each in inner for name, value in each.items()}
         return {**alias, **fields, **more, **named}
@@ -267,7 +265,7 @@ def several_targets(target: object) -> object:
     """Return the targets of several outputs by name, of targets and fields of a batch."""
     named, _ = _by_name(target)
     # Of (inputs, targets), which have one name together.
-    return named[TARGET] if list(named) == [TARGET] else named
+    return named[_TARGET] if list(named) == [_TARGET] else named
 
 
 def _by_name(target: tree.Tree) -> Tuple[Mapping[str, object], Mapping[str, object]]:
@@ -285,7 +283,7 @@ def _named_outputs(outputs: tree.Tree) -> Mapping[str, object]:
     if names:
         return {name: getattr(outputs, name) for name in names}
     if isinstance(outputs, Tensor):
-        return {OUTPUT: outputs}
+        return {_OUTPUT: outputs}
     attributes = vars(outputs) if hasattr(outputs, "__dict__") else {}
     return {key: value for key, value in attributes.items() if not key.startswith("_")}
 

@@ -42,20 +42,6 @@ from ipufit.losses.rules import (
 )
 from ipufit.utils import tree
 
-__all__ = [
-    "WHOLE_BATCH",
-    "InputNames",
-    "Loss",
-    "Normalize",
-    "OwnLoss",
-    "SampleWeightReduction",
-    "TargetNames",
-    "Turn",
-    "WholeBatch",
-    "find_loss",
-    "own_loss_advice",
-]
-
 # Fields of a batch that go into forward: one, by position; several, by name; or by parameter.
 InputNames = Union[str, Tuple[str, ...], Mapping[str, str], None]
 # Fields of a batch that are the target: one, or several as a dict.

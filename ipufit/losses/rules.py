@@ -14,21 +14,6 @@ from torch.nn import functional
 from ipufit.core.objective_arguments import broadcast_weights, fit_indices, fit_values, spread_shape
 from ipufit.errors import LossError
 
-__all__ = [
-    "Doubt",
-    "Elements",
-    "LabelRange",
-    "Layout",
-    "LossFacts",
-    "LossTerm",
-    "TargetKind",
-    "TorchRule",
-    "constant",
-    "nothing_counts",
-    "torch_rule",
-    "unreduced",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class LabelRange:

@@ -33,21 +33,6 @@ from ipufit.metrics.kinds import Metric, TorchMetricAdapter
 from ipufit.metrics.values import IGNORED_CLASS, cosine, same_shape, takes_indices, tensors_of
 from ipufit.utils.error_collector import one_of
 
-__all__ = [
-    "AUC",
-    "BY_TASK",
-    "ConcordanceCorrelation",
-    "F1Score",
-    "FBetaScore",
-    "MeanIoU",
-    "PearsonCorrelation",
-    "Precision",
-    "R2Score",
-    "Recall",
-    "TaskMetric",
-    "TaskMetricAdapter",
-]
-
 MetricTask = Literal["binary", "multiclass", "multilabel"]
 MetricAverage = Literal["macro", "micro", "weighted"]
 

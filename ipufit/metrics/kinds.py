@@ -15,20 +15,6 @@ from ipufit.core.outputs import Key, pick
 from ipufit.errors import MetricError
 from ipufit.metrics.values import Part, shapes
 
-__all__ = [
-    "Mean",
-    "Metric",
-    "OutputMetric",
-    "TorchMetricAdapter",
-    "is_plain",
-    "merge_states",
-    "refuse_unjoined",
-    "restore",
-    "shapes",
-    "stored",
-    "without_talk",
-]
-
 # The state of an object of torchmetrics: what it has declared, or says itself.
 State = Dict[str, Any]
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError, MetricError
-from ipufit.metrics.kinds import Metric, shapes
+from ipufit.metrics.kinds import Metric
+from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng
 from ipufit.utils.tree import flatten, map_leaves
-
-__all__ = ["MetricInputs", "MetricSet", "concatenate", "random_like"]
 
 # What metrics get of a micro-batch: prediction, target, size, sample_weight, and fields by name.
 MetricInputs = Tuple[object, object, int, object, Mapping[str, object]]

@@ -23,24 +23,6 @@ from ipufit.core.objective_arguments import (
 from ipufit.errors import MetricError
 from ipufit.utils.tree import flatten_with_paths
 
-__all__ = [
-    "IGNORED_CLASS",
-    "NAMED",
-    "NamedMetric",
-    "Part",
-    "Values",
-    "cosine",
-    "lookup",
-    "same_shape",
-    "shapes",
-    "sum_of_elements",
-    "sum_of_samples",
-    "sum_of_weighted_samples",
-    "sums",
-    "takes_indices",
-    "tensors_of",
-]
-
 # The target that cross_entropy leaves out by default; a metric beside it must leave out the same.
 IGNORED_CLASS = -100
 _EPSILON = 1e-7  # that of Keras

@@ -7,8 +7,6 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple, overload
 import torch
 from torch import Tensor
 
-__all__ = ["LAMB"]
-
 # Settings of a parameter group, or the state of a parameter, by name.
 Settings = Dict[str, Any]
 

@@ -13,13 +13,6 @@ from ipufit.optim.lamb import LAMB
 from ipufit.optim.muon import Muon, hidden_matrices
 from ipufit.optim.several import MultiOptimizer, by_patterns, members_of
 
-__all__ = [
-    "class_by_name",
-    "resolve_optimizer",
-    "settings_by_name",
-    "sparse_parameters",
-]
-
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
 _ACCEPTED = (

@@ -20,8 +20,6 @@ from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
 from ipufit.optim.several import has_step_hooks, kinds_by_group, members_of
 
-__all__ = ["OptimizerRule", "list_rule_names", "rules_by_group", "rules_for"]
-
 State = Dict[str, Tensor]
 Group = Mapping[str, Any]
 
@@ -91,6 +89,7 @@ class SGDRule(OptimizerRule):
         self.nesterov = bool(group["nesterov"])
 
     def coefficients(self, group: Group, step: float) -> List[float]:
+        """Return the rate, the momentum, the share of the gradient in the buffer, and the decay."""
         # The first update takes the gradient whole; dampening starts with the second. Without
         # momentum there is nothing to dampen.
         gradient_factor = 1 - group["dampening"] if step > 1 and group["momentum"] else 1
@@ -99,6 +98,7 @@ class SGDRule(OptimizerRule):
     def update(
         self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
     ) -> None:
+        """Move the momentum buffer, if there is one, and take a step along it."""
         lr, momentum, gradient_factor, decay = c
         if self.maximize:
             g = -g
@@ -127,6 +127,7 @@ class AdamRule(OptimizerRule):
         self.decoupled = self.decoupled or bool(group.get("decoupled_weight_decay"))
 
     def coefficients(self, group: Group, step: float) -> List[float]:
+        """Return the moments' shares of new values, step size, root factor, eps and decay."""
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         size = group["lr"] / _unbiased(beta1, step)
         root = 1 / math.sqrt(_unbiased(beta2, step))
@@ -136,6 +137,7 @@ class AdamRule(OptimizerRule):
     def update(
         self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
     ) -> None:
+        """Move both moments, and divide the first by the root of the second."""
         first_share, second_share, size, root, eps, decay = c
         if self.maximize:
             g = -g
@@ -164,6 +166,7 @@ class LAMBRule(OptimizerRule):
     all_tensors: ClassVar[Mapping[str, Optional[str]]] = {"exp_avg": None, "exp_avg_sq": None}
 
     def coefficients(self, group: Group, step: float) -> List[float]:
+        """Return shares of new values in the moments, corrections, eps, decay, rate and limit."""
         beta1, beta2 = group["betas"]
         root1 = root2 = 1.0
         if group["bias_correction"]:
@@ -175,6 +178,7 @@ class LAMBRule(OptimizerRule):
     def update(
         self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
     ) -> None:
+        """Take Adam's step, scaled for each parameter to the norm of its weights."""
         first_share, second_share, root1, root2, eps, decay, lr, limit = c
         first, second = _moments(g, state, first_share, second_share)
         direction = (first * root1).div_(second.sqrt().mul_(root2).add_(eps))
@@ -209,12 +213,14 @@ class RMSpropRule(OptimizerRule):
     }
 
     def coefficients(self, group: Group, step: float) -> List[float]:
+        """Return the rate, the share of a new square, eps, the momentum and the decay."""
         share = 1 - group["alpha"]
         return [group["lr"], share, group["eps"], group["momentum"], group["weight_decay"]]
 
     def update(
         self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
     ) -> None:
+        """Divide the gradient by the root of its mean square; add momentum if there is any."""
         lr, share, eps, momentum, decay = c
         if self.maximize:
             g = -g

@@ -12,18 +12,6 @@ from torch import nn
 from ipufit.errors import ConfigurationError, OptimizerError
 from ipufit.utils.names import matches_pattern
 
-__all__ = [
-    "MultiOptimizer",
-    "by_patterns",
-    "evaluates_again",
-    "has_step_hooks",
-    "kinds_by_group",
-    "members_of",
-    "name_of_optimizer",
-    "refuse_step_hooks",
-    "refuse_unknown_members",
-]
-
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
 # Names of parameters that an error shows.

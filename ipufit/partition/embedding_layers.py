@@ -11,8 +11,6 @@ from ipufit.partition.cut_layers import can_be_serialized, shared_with
 from ipufit.partition.layers_per_ipu import stacks_of
 from ipufit.partition.serialization import parts_of
 
-__all__ = ["KINDS", "check_ties", "meant_layer"]
-
 KINDS: Dict[str, type] = {"embedding": nn.Embedding, "projection": nn.Linear}
 
 # The name of an argument, and what it says of layers.

@@ -18,15 +18,6 @@ from ipufit.partition.cut_layers import has_placed_parts, ipus_with_parts
 from ipufit.partition.partition import AFTER, first_called, is_called
 from ipufit.partition.request import PartitionRequest, count_of
 
-__all__ = [
-    "Division",
-    "Stack",
-    "divide_layers",
-    "repeated_layers",
-    "share_out",
-    "stacks_of",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
@@ -150,7 +141,7 @@ def _layers_in(module: nn.Module, name: str) -> Tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
+class _Visit:
     """Change to another IPU at some point of the forward pass.
 
     Attributes:
@@ -177,7 +168,7 @@ class _Holder:
     is_again: bool
 
 
-def with_returns(module: nn.Module, layers: Sequence[Visit], last: int) -> List[Visit]:
+def _with_returns(module: nn.Module, layers: Sequence[_Visit], last: int) -> List[_Visit]:
     """Layers on their IPUs, and the modules that go back to the IPU of a weight they share.
 
     A weight lies where the first module runs that has it: on IPU 0 if no layer comes before, else
@@ -200,20 +191,20 @@ def with_returns(module: nn.Module, layers: Sequence[Visit], last: int) -> List[
 
 
 def _visits(
-    homes: Sequence[Tuple[_Holder, int]], layers: Sequence[Visit], last: int
-) -> List[Visit]:
+    homes: Sequence[Tuple[_Holder, int]], layers: Sequence[_Visit], last: int
+) -> List[_Visit]:
     """The layers, what follows them, and the holders, where the IPU is another one."""
-    visits: List[Visit] = []
+    visits: List[_Visit] = []
     at = 0
     for gap in range(len(layers) + 1):
         after = AFTER + layers[gap - 1].name if gap else ""
         if gap == len(layers) and last != at:
-            visits.append(Visit(after, last))
+            visits.append(_Visit(after, last))
             at = last
         for holder, home in homes:
             if holder.gap == gap and home != at:
                 name = after if holder.is_again else holder.name
-                visits.append(Visit(name, home))
+                visits.append(_Visit(name, home))
                 at = home
         if gap < len(layers) and (not gap or layers[gap].ipu != at):
             visits.append(layers[gap])
@@ -221,7 +212,7 @@ def _visits(
     return visits
 
 
-def _homes(module: nn.Module, layers: Sequence[Visit], last: int) -> List[Tuple[_Holder, int]]:
+def _homes(module: nn.Module, layers: Sequence[_Visit], last: int) -> List[Tuple[_Holder, int]]:
     """Modules that share weights, and the IPU of these; none where all are on one IPU anyway."""
     homes: Dict[str, Tuple[_Holder, int]] = {}
     is_apart = False
@@ -283,7 +274,7 @@ class Division:
     places: Tuple[int, ...] = ()
 
     @staticmethod
-    def along(visits: Sequence[Visit]) -> Division:
+    def along(visits: Sequence[_Visit]) -> Division:
         """A stage for every change of the IPU, from IPU 0 on."""
         begins: List[Tuple[str, int]] = []
         places = [0]
@@ -323,14 +314,14 @@ def divide_layers(
     cut = ipus_with_parts(module)
     shares = share_out(counts, len(layers), argument, _places(module, layers), cut)
     ipus = [ipu for ipu, share in enumerate(shares) for _ in range(share)]
-    visits = [Visit(layer, ipu) for layer, ipu in zip(layers, ipus)]
+    visits = [_Visit(layer, ipu) for layer, ipu in zip(layers, ipus)]
     if can_return and not has_placed_parts(module):
-        return Division.along(with_returns(module, visits, len(shares) - 1))
+        return Division.along(_with_returns(module, visits, len(shares) - 1))
     # Parts of a serialised layer say themselves where they are.
     begins = [visits[sum(shares[:ipu])] for ipu, share in enumerate(shares) if share]
     end = len(shares) - 1
     if not shares[end] and end not in cut:
-        begins.append(Visit(AFTER + layers[-1], end))
+        begins.append(_Visit(AFTER + layers[-1], end))
     return Division(tuple((visit.name, visit.ipu) for visit in begins), 1 + end)
 
 

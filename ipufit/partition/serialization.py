@@ -19,21 +19,6 @@ from ipufit.partition.partition import BLOCK
 from ipufit.utils.error_collector import one_of
 from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
 
-__all__ = [
-    "WHOLE",
-    "CutWeight",
-    "Parts",
-    "Serialization",
-    "Serialized",
-    "SerializedEmbedding",
-    "SerializedLinear",
-    "SerializedLookup",
-    "SplitProjection",
-    "parts_of",
-    "serialized_layers",
-    "side_by_side",
-]
-
 MatMulCut = Literal["output_channels", "reducing_dim", "input_channels"]
 # By what of a Linear is cut, the name of PopTorch's MatMulSerializationMode for it.
 _SDK_MODES: Dict[MatMulCut, str] = {

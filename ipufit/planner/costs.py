@@ -13,17 +13,6 @@ from ipufit.errors import PartitionError, brief_error
 from ipufit.planner.measure import CallTrace, Segment
 from ipufit.planner.pipeline_schedule import PipelineSchedule, in_flight
 
-__all__ = [
-    "IPU_MEMORY",
-    "Costs",
-    "StageCost",
-    "by_ipu",
-    "memory_of",
-    "spans_of",
-    "state_bytes",
-    "times_of",
-]
-
 # In-Processor memory of an IPU, of both generations that PopTorch 3.4 knows.
 TILES, TILE_MEMORY = 1472, 624 * 1024
 IPU_MEMORY = TILES * TILE_MEMORY

@@ -8,8 +8,6 @@ from typing import List, Optional, Sequence, Tuple, get_args
 
 from ipufit.core import PipelineSchedule as PipelineSchedule
 
-__all__ = ["SCHEDULES", "Timeline", "in_flight", "least_accumulation", "simulate"]
-
 SCHEDULES: Tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 
 

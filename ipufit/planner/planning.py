@@ -29,14 +29,12 @@ from ipufit.planner.pipeline_schedule import SCHEDULES, PipelineSchedule, in_fli
 from ipufit.planner.rendering import size
 from ipufit.tracing.grad_step import ModuleWithLoss
 
-__all__ = ["Divided", "PartitionEstimator", "best_cuts", "cuts_of", "schedule_of"]
-
 # Time of the slowest stage, sum of squares of all times, first part of every stage.
 _Found = Tuple[float, float, Tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitPoint:
+class _SplitPoint:
     """A place where a stage may begin.
 
     Attributes:
@@ -49,7 +47,7 @@ class SplitPoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class TiedTail:
+class _TiedTail:
     """Last part of a module, which may go back to the IPU of an earlier stage for a weight there.
 
     Attributes:
@@ -57,12 +55,12 @@ class TiedTail:
         first, last: segments between which the weights are used before; no stage begins there.
     """
 
-    cut: SplitPoint
+    cut: _SplitPoint
     first: int
     last: int
 
 
-def tail_of(trace: CallTrace, module: nn.Module) -> Optional[TiedTail]:
+def _tail_of(trace: CallTrace, module: nn.Module) -> Optional[_TiedTail]:
     """The last module that reads a weight again, such as a head that is tied to the embedding."""
     names = {f"net.{name}" for name, _ in module.named_parameters()}
     calls = [segment.name for segment in trace.segments]
@@ -76,13 +74,13 @@ def tail_of(trace: CallTrace, module: nn.Module) -> Optional[TiedTail]:
         if again and name and calls.count(name) == 1 and not _is_weight(name):
             later = [uses for uses in before.values() if max(uses) >= number]
             earlier = {use for uses in later for use in uses if use < number}
-            return TiedTail(SplitPoint(name, number), min(earlier), max(earlier))
+            return _TiedTail(_SplitPoint(name, number), min(earlier), max(earlier))
     return None
 
 
 def cuts_of(
-    trace: CallTrace, module: nn.Module, fine: bool, tail: Optional[TiedTail] = None
-) -> List[SplitPoint]:
+    trace: CallTrace, module: nn.Module, fine: bool, tail: Optional[_TiedTail] = None
+) -> List[_SplitPoint]:
     """Find where stages may begin, in the order of execution.
 
     A module that is called once, and no parameter of which is used on both sides. What does no work
@@ -102,7 +100,7 @@ def cuts_of(
     spans = spans_of(trace, module, end)
     if tail is not None:
         spans.append((tail.first, tail.last))
-    points: List[SplitPoint] = []
+    points: List[_SplitPoint] = []
     for name, where in calls.items():
         if not name or len(where) > 1 or name.startswith(inner) or _is_weight(name):
             continue
@@ -115,7 +113,7 @@ def cuts_of(
             continue
         if points and any(first < where[0] <= last for first, last in spans):
             continue
-        points.append(SplitPoint(name, where[0]))
+        points.append(_SplitPoint(name, where[0]))
     points.sort(key=lambda cut: cut.segment)
     # In inference a stage that begins with a dropout, and ends there, would compute nothing.
     idle = {n for n, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
@@ -128,8 +126,8 @@ def _is_weight(name: str) -> bool:
 
 
 def _working(
-    trace: CallTrace, cuts: Sequence[SplitPoint], end: int, idle: Set[str]
-) -> List[SplitPoint]:
+    trace: CallTrace, cuts: Sequence[_SplitPoint], end: int, idle: Set[str]
+) -> List[_SplitPoint]:
     """Keep the cuts before which and after which something is computed."""
 
     def works(begin: int, end: int) -> bool:
@@ -187,16 +185,16 @@ def best_cuts(
     return best[parts][2] if parts in best else None
 
 
-def best_division(
+def _best_division(
     costs: Costs,
-    cuts: Sequence[SplitPoint],
+    cuts: Sequence[_SplitPoint],
     stages: int,
     schedule: PipelineSchedule,
     recompute: bool,
     memory: Optional[int],
     limit: float = math.inf,
-    tail: Optional[TiedTail] = None,
-) -> Optional[Tuple[Tuple[SplitPoint, ...], float]]:
+    tail: Optional[_TiedTail] = None,
+) -> Optional[Tuple[Tuple[_SplitPoint, ...], float]]:
     """The beginnings of the stages; the first takes what comes before its cut too.
 
     Args:
@@ -341,15 +339,15 @@ class PartitionEstimator:
                 "stages='auto'."
             )
         calls = self._trace.calls()
-        starts: Dict[int, SplitPoint] = {}
+        starts: Dict[int, _SplitPoint] = {}
         for name, stage in partition.begins:
-            cut = SplitPoint(name, calls[name][0])
+            cut = _SplitPoint(name, calls[name][0])
             if stage not in starts or cut.segment < starts[stage].segment:
                 starts[stage] = cut
         for number, stage in self._trace.placed.items():
             if stage not in starts or number < starts[stage].segment:
-                starts[stage] = SplitPoint(self._trace.segments[number].name, number)
-        starts.setdefault(0, SplitPoint(self._first(), 0))
+                starts[stage] = _SplitPoint(self._trace.segments[number].name, number)
+        starts.setdefault(0, _SplitPoint(self._first(), 0))
         return self._along([starts[stage] for stage in range(partition.stages)])
 
     def divide(
@@ -379,14 +377,14 @@ class PartitionEstimator:
             bytes_needed = whole.memory(0, 1, schedule, recompute)
             return Divided([whole]) if memory is None or bytes_needed <= memory else None
         most, limit = 0, math.inf
-        best: Optional[Tuple[Tuple[SplitPoint, ...], Optional[TiedTail]]] = None
-        tails = [None, tail_of(self._trace, self._module)]
+        best: Optional[Tuple[Tuple[_SplitPoint, ...], Optional[_TiedTail]]] = None
+        tails = [None, _tail_of(self._trace, self._module)]
         for tail in tails if tails[1] is not None else tails[:1]:
             for fine in (False, True):
                 cuts = cuts_of(self._trace, self._module, fine, tail)
                 most = max(most, len(cuts))
                 how = (schedule, recompute, memory)
-                division = best_division(self._costs, cuts, stages, *how, limit, tail)
+                division = _best_division(self._costs, cuts, stages, *how, limit, tail)
                 if division is not None:
                     best, limit = (division[0], tail), division[1] / _WORTH
         if best is not None:
@@ -425,7 +423,7 @@ class PartitionEstimator:
         begins = ((cost.name, stage) for stage, cost in enumerate(division.costs) if cost.name)
         return tuple(begins), division.places
 
-    def _with_tail(self, cuts: Sequence[SplitPoint], tail: Optional[TiedTail]) -> Divided:
+    def _with_tail(self, cuts: Sequence[_SplitPoint], tail: Optional[_TiedTail]) -> Divided:
         """Stages that begin at these cuts, and what goes back behind them."""
         if tail is None:
             return Divided(self._along(cuts))
@@ -436,7 +434,7 @@ class PartitionEstimator:
             return Divided(self._along(cuts))
         return Divided(self._along([*cuts, tail.cut]), (*range(len(cuts)), home))
 
-    def _along(self, cuts: Sequence[SplitPoint]) -> List[StageCost]:
+    def _along(self, cuts: Sequence[_SplitPoint]) -> List[StageCost]:
         """Stages that begin at these cuts; the first takes what comes before it too."""
         bounds = [0, *(cut.segment for cut in cuts[1:]), len(self._trace.segments)]
         return [

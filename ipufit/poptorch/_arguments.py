@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._parsers import flattenTensorStructure, parser_of, reconstructTensorStructure
 
-__all__ = ["ArgumentParser", "Arguments"]
-
-ADVICE = (
+_ADVICE = (
     " The model is compiled for the arguments of its first call. To compile it for these, call "
     "destroy() on it and call it again, or wrap the module in a new inferenceModel() or "
     "trainingModel()."
@@ -21,7 +19,7 @@ ADVICE = (
 
 
 def _mismatch(what: str, name: str, expected: object, got: object) -> NoReturn:
-    raise error(f"{what} mismatch for {name}: expected {expected} but got {got}.{ADVICE}")
+    raise error(f"{what} mismatch for {name}: expected {expected} but got {got}.{_ADVICE}")
 
 
 def _type_name(value: object) -> str:
@@ -30,7 +28,7 @@ def _type_name(value: object) -> str:
     return f"{prefix}{kind.__qualname__}"
 
 
-def compare(name: str, compiled: Any, actual: Any, differing: Set[str]) -> None:
+def _compare(name: str, compiled: Any, actual: Any, differing: Set[str]) -> None:
     """Raise at the first difference between a compiled argument and that of a later call.
 
     A list whose tensors match but whose other items changed raises nothing: its name is added to
@@ -47,9 +45,9 @@ def compare(name: str, compiled: Any, actual: Any, differing: Set[str]) -> None:
     if parser_of(compiled) is not None:
         _compare_tensors(name, compiled, actual, differing)
     elif isinstance(compiled, dict):
-        compare_keys(name, compiled, actual)
+        _compare_keys(name, compiled, actual)
         for key, item in compiled.items():
-            compare(f"{name}[{key}]", item, actual[key], differing)
+            _compare(f"{name}[{key}]", item, actual[key], differing)
     elif isinstance(compiled, tuple):
         _compare_items(name, compiled, actual, differing)
     elif isinstance(compiled, list) and flattenTensorStructure(compiled):
@@ -66,10 +64,10 @@ def _compare_items(
     if len(compiled) != len(actual):
         raise error(
             f"Length mismatch for {name}: expected {len(compiled)} elements but got {len(actual)}."
-            f"{ADVICE}"
+            f"{_ADVICE}"
         )
     for i, item in enumerate(compiled):
-        compare(f"{name}[{i}]", item, actual[i], differing)
+        _compare(f"{name}[{i}]", item, actual[i], differing)
 
 
 def _compare_tensors(name: str, compiled: object, actual: object, differing: Set[str]) -> None:
@@ -79,7 +77,7 @@ def _compare_tensors(name: str, compiled: object, actual: object, differing: Set
     )
 
 
-def compare_keys(name: str, compiled: Mapping[Any, object], actual: Mapping[Any, object]) -> None:
+def _compare_keys(name: str, compiled: Mapping[Any, object], actual: Mapping[Any, object]) -> None:
     """Refuse keyword arguments or dict entries that were added or left out since compilation."""
     details = []
     for what, keys in [
@@ -89,7 +87,7 @@ def compare_keys(name: str, compiled: Mapping[Any, object], actual: Mapping[Any,
         if keys:
             details.append(f"{what} arguments: {', '.join(sorted(map(str, keys)))}")
     if details:
-        raise error(f"Keys mismatch for {name}: {'. '.join(details)}.{ADVICE}")
+        raise error(f"Keys mismatch for {name}: {'. '.join(details)}.{_ADVICE}")
 
 
 def _constants(value: object) -> Iterator[object]:
@@ -179,14 +177,14 @@ class Arguments:
         if len(self.args) != len(compiled.args):
             raise error(
                 f"Number of positional arguments mismatch: expected {len(compiled.args)} arguments "
-                f"but got {len(self.args)}.{ADVICE}"
+                f"but got {len(self.args)}.{_ADVICE}"
             )
         differing: Set[str] = set()
         for name, expected, got in zip(compiled.names, compiled.args, self.args):
-            compare(name, expected, got, differing)
-        compare_keys("named arguments", compiled.kwargs, self.kwargs)
+            _compare(name, expected, got, differing)
+        _compare_keys("named arguments", compiled.kwargs, self.kwargs)
         for name, expected in compiled.kwargs.items():
-            compare(name, expected, self.kwargs[name], differing)
+            _compare(name, expected, self.kwargs[name], differing)
         if differing and not compiled._warned:
             compiled._warned = True
             logger.warning(

@@ -42,16 +42,6 @@ from ipufit.poptorch._recording import RecordedProgram, record
 from ipufit.poptorch.enums import OutputMode, ReductionType
 from ipufit.poptorch.options import Options
 
-__all__ = [
-    "Compiled",
-    "Inspection",
-    "_OverwriteContextManager",
-    "compile_hooks",
-    "registerPostCompileHook",
-    "registerPreCompileHook",
-]
-
-
 _Hook = Callable[[], Any]
 
 # In order of registration.

@@ -38,17 +38,6 @@ from torch import Tensor
 from ipufit.poptorch._parsers import parser_of, reconstructTensorStructure
 from ipufit.poptorch._ring_buffer import RingBufferWriter
 
-__all__ = [
-    "CombiningLoader",
-    "Command",
-    "DataWorker",
-    "FiledDataset",
-    "Layout",
-    "WorkerEvent",
-    "WorkerSettings",
-    "serve",
-]
-
 _ADVICE = (
     "An AsynchronousDataAccessor carries a tensor, a flat list, tuple or dict of tensors, or an "
     "object whose type has a parser (registerCustomArgParser, where the module is imported). Leave "
@@ -186,7 +175,7 @@ class FiledDataset:
 _Piece = Tuple[Optional[int], List[Tensor]]
 
 
-def rebatched(batches: Iterable[List[Tensor]], rows: int) -> Iterator[_Piece]:
+def _rebatched(batches: Iterable[List[Tensor]], rows: int) -> Iterator[_Piece]:
     """Cut batches where a batch of ``rows`` rows is full.
 
     Yields:
@@ -342,7 +331,7 @@ class DataWorker:
         self._filled = 0
         if self._settings.rows is None:
             return ((None, tensors) for tensors in self._batches(epoch))
-        return rebatched(self._batches(epoch), self._settings.rows)
+        return _rebatched(self._batches(epoch), self._settings.rows)
 
     def _batches(self, epoch: int) -> Iterator[List[Tensor]]:
         self._seed(epoch)

@@ -19,8 +19,6 @@ from ipufit.poptorch.enums import DataLoaderMode
 from ipufit.poptorch.options import Options
 from ipufit.poptorch.profiling import Channel
 
-__all__ = ["DataLoader", "ProcessShare", "ShuffledShare", "share_bounds"]
-
 
 def share_bounds(
     samples: int, processes: int, process: int, step: int, drop_last: bool
@@ -149,7 +147,7 @@ class ShuffledShare(Sampler):  # type: ignore[type-arg]  # generic in new versio
         return map(_Position, self._share.positions())
 
 
-def log_iterable(num_workers: int, kwargs: Dict[str, object]) -> None:
+def _log_iterable(num_workers: int, kwargs: Dict[str, object]) -> None:
     """Warn that each worker reads all of an iterable dataset, if nothing parts it."""
     if num_workers > 1 and "worker_init_fn" not in kwargs:
         logger.warning(
@@ -161,7 +159,7 @@ def log_iterable(num_workers: int, kwargs: Dict[str, object]) -> None:
         )
 
 
-def log_sized(dataset: object, step: int, drop_last: bool) -> None:
+def _log_sized(dataset: object, step: int, drop_last: bool) -> None:
     """Log what happens to the samples that don't fill ``step``, the combined batches of one run."""
     samples = length_of(dataset)
     if samples is None:
@@ -194,7 +192,7 @@ def log_sized(dataset: object, step: int, drop_last: bool) -> None:
         )
 
 
-def log_sampled(sampler: object, batch_size: Optional[int], number: Optional[int]) -> None:
+def _log_sampled(sampler: object, batch_size: Optional[int], number: Optional[int]) -> None:
     """Warn that the last batches of a sampler may not make a combined batch of ``number``."""
     if not number or not batch_size:
         return
@@ -218,7 +216,7 @@ def log_sampled(sampler: object, batch_size: Optional[int], number: Optional[int
         )
 
 
-def log_rebatched(sampler: object, rows: int) -> None:
+def _log_rebatched(sampler: object, rows: int) -> None:
     """Warn that a sampler's batches are divided anew, if it doesn't tell how large they are."""
     if getattr(sampler, "batch_size", None) is None:
         logger.warning(
@@ -229,7 +227,7 @@ def log_rebatched(sampler: object, rows: int) -> None:
         )
 
 
-def log_unused(
+def _log_unused(
     mode: DataLoaderMode,
     async_options: Optional[Dict[str, object]],
     rebatched_worker_size: Optional[int],
@@ -322,17 +320,17 @@ class DataLoader(CombiningLoader):
         if self._is_iterable:
             if parts:
                 _refuse_iterable(processes)
-            log_iterable(num_workers, kwargs)
+            _log_iterable(num_workers, kwargs)
         elif self._is_user_batch_sampler_set:
             if not drop_last:
-                log_sampled(batch_sampler, batch_size, self._num_batches_to_combine)
+                _log_sampled(batch_sampler, batch_size, self._num_batches_to_combine)
         elif parts:
             dataset = self._share = self._part(options, dataset, drop_last, bool(shuffle))
             if shuffle and kwargs.get("sampler") is None:
                 # The order is that of all processes together.
                 kwargs["sampler"], shuffle = ShuffledShare(self._share), False
         elif self._combined_batch_size is not None:
-            log_sized(
+            _log_sized(
                 dataset if kwargs.get("sampler") is None else kwargs["sampler"],
                 self._combined_batch_size,
                 drop_last,
@@ -340,12 +338,12 @@ class DataLoader(CombiningLoader):
 
         mode = DataLoaderMode(mode)
         rebatched_size = self._rebatched_size(mode, drop_last)
-        log_unused(mode, async_options, rebatched_worker_size if rebatched_size is None else None)
+        _log_unused(mode, async_options, rebatched_worker_size if rebatched_size is None else None)
         size = 1 if self._is_user_batch_sampler_set else self._combined_batch_size
         if rebatched_size is not None:
             self.rebatched_drop_last = drop_last
             if self._is_user_batch_sampler_set:
-                log_rebatched(batch_sampler, rebatched_size)
+                _log_rebatched(batch_sampler, rebatched_size)
             size = _worker_size(rebatched_worker_size, rebatched_size) or size
         # What the batches of a batch sampler leave over is dropped where they are joined, and what
         # rebatching leaves over in the process that does it.
@@ -400,9 +398,9 @@ class DataLoader(CombiningLoader):
             options.random_seed if shuffle else None,
         )
         if drop_last:
-            log_sized(dataset, step * options.Distributed.numProcesses, drop_last)
+            _log_sized(dataset, step * options.Distributed.numProcesses, drop_last)
         else:
-            log_sized(share, step, drop_last)
+            _log_sized(share, step, drop_last)
         return share
 
     def _rebatched_size(self, mode: DataLoaderMode, drop_last: bool) -> Optional[int]:

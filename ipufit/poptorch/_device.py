@@ -15,14 +15,6 @@ from ipufit.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipufit.poptorch.options import Options
 from ipufit.processes import Processes, current
 
-__all__ = [
-    "Device",
-    "Group",
-    "ParameterProxy",
-    "ReplicaGrouping",
-    "group_of",
-]
-
 
 def group_of(replica: int, kind: CommGroupType, size: int, replicas: int) -> int:
     """Return the group of a replica.
@@ -212,7 +204,7 @@ for _name in (
     setattr(ParameterProxy, _name, _operator(_name))
 
 
-def narrowed(tensor: Tensor, wide: bool) -> Tensor:
+def _narrowed(tensor: Tensor, wide: bool) -> Tensor:
     """Return a copy as the device stores it: a device has no float64."""
     dtype = torch.float32 if tensor.dtype == torch.float64 and not wide else tensor.dtype
     return tensor.detach().to(dtype, copy=True)
@@ -261,9 +253,9 @@ class Device:
     def _cut(self, name: str, tensor: Tensor) -> List[Tensor]:
         grouping = self._groupings.get(name)
         if grouping is None:
-            return [narrowed(tensor, self._wide)]
+            return [_narrowed(tensor, self._wide)]
         grouping.check(name, tensor, self._replicas)
-        return [narrowed(part, self._wide) for part in tensor]
+        return [_narrowed(part, self._wide) for part in tensor]
 
     @property
     def grouped(self) -> Tuple[str, ...]:

@@ -24,8 +24,6 @@ from ipufit.poptorch.enums import OutputMode
 from ipufit.tracing.interpreter import InstrumentedInterpreter
 from ipufit.utils.random_streams import micro_batch_key, seed_generators
 
-__all__ = ["AnchoredTensors", "CallShape", "Counters", "MicroBatchRunner", "latency"]
-
 # By event: for every tensor, the time of every micro-batch, in seconds.
 Times = Dict[str, List[List[float]]]
 

@@ -31,8 +31,6 @@ from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD, StateSync
 from ipufit.poptorch.options import Options
 
-__all__ = ["VERSION", "PoplarExecutor", "inferenceModel", "load", "trainingModel"]
-
 # PopTorch 3.4.0; what follows the plus is the engine, where PopTorch has its commit.
 VERSION = "3.4.0+ipufit"
 
@@ -40,7 +38,7 @@ VERSION = "3.4.0+ipufit"
 T = TypeVar("T")
 
 
-def without_backward(result: T) -> T:
+def _without_backward(result: T) -> T:
     """Outputs that say why there is nothing to go back through."""
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -58,7 +56,7 @@ def without_backward(result: T) -> T:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def spanned(method: F) -> F:
+def _spanned(method: F) -> F:
     """Make every call a span of the method's name on the channel ``self._profiling``."""
 
     @functools.wraps(method)
@@ -168,7 +166,7 @@ class PoplarExecutor(Inspection):
             raise error(_NO_PROGRAM)
         return self._executable
 
-    @spanned
+    @_spanned
     def compile(self, *args: object, **kwargs: object) -> None:
         """Record the program for inputs like these, without computing anything with their values.
 
@@ -222,7 +220,7 @@ class PoplarExecutor(Inspection):
         if self._seed is None:
             self._seed = secrets.randbits(31)
 
-    @spanned
+    @_spanned
     def compileAndExport(
         self, filename: Path, *args: object, export_model: bool = True, **kwargs: object
     ) -> None:
@@ -265,7 +263,7 @@ class PoplarExecutor(Inspection):
                 rng,
             )
 
-    @spanned
+    @_spanned
     def loadExecutable(self, filename: Path) -> None:
         """Load the program from a file instead of compiling; weights stay those of the module.
 
@@ -288,7 +286,7 @@ class PoplarExecutor(Inspection):
         if self._options.connection_type == ConnectionType.Always:
             self._attach_or_forget()
 
-    @spanned
+    @_spanned
     def destroy(self) -> None:
         """Free the program and the device, and unwrap the user's model."""
         if self._executable is None:
@@ -355,11 +353,11 @@ class PoplarExecutor(Inspection):
         if self._training and not program.is_synthetic:
             self._host.trained()
             self._state_sync.mark_updated()
-        return without_backward(result)
+        return _without_backward(result)
 
     # Weights.
 
-    @spanned
+    @_spanned
     def copyWeightsToHost(self) -> None:
         """Copy the device's weights into the parameters and buffers of the user's model."""
         self._host.pull(self._program().device)
@@ -372,7 +370,7 @@ class PoplarExecutor(Inspection):
         self.copyWeightsToHost()
         return True
 
-    @spanned
+    @_spanned
     def copyWeightsToDevice(self) -> None:
         """Copy the host's weights to the device, where they overwrite what training has changed."""
         device = self._program().device
@@ -401,7 +399,7 @@ class PoplarExecutor(Inspection):
             self.copyWeightsToDevice()
         return result
 
-    @spanned
+    @_spanned
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Use new settings of the optimizer, or another optimizer, from the next run on.
 

@@ -31,11 +31,9 @@ from ipufit.poptorch.optim import DeviceState
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
-__all__ = ["CompiledOptimizer"]
-
 
 @dataclasses.dataclass
-class WeightState:
+class _WeightState:
     """One weight with its hyper-parameters and optimizer state.
 
     Attributes:
@@ -56,16 +54,16 @@ class WeightState:
 
 
 @dataclasses.dataclass
-class UpdateBucket:
+class _UpdateBucket:
     """Weights that are contiguous in memory and updated with the same numbers."""
 
-    members: List[WeightState]
+    members: List[_WeightState]
     block: FlatBlock
     rule: OptimizerRule
     state: Dict[str, Tensor]
 
 
-def differ(members: Sequence[WeightState]) -> bool:
+def _differ(members: Sequence[_WeightState]) -> bool:
     """Return True if weights can't be updated with the same numbers any more."""
     first = members[0]
     return any(m.updates != first.updates or m.numbers != first.numbers for m in members)
@@ -106,7 +104,7 @@ class CompiledOptimizer:
         # The device's numbers that were written to it and are not those of the settings.
         self._written: Dict[str, float] = {}
         self._graphs: Dict[Tuple[object, ...], Callable[..., object]] = {}
-        self._parts: List[UpdateBucket] = []
+        self._parts: List[_UpdateBucket] = []
         self._rules = [rule_of(settings, group) for group in range(len(groups))]
         self._members = [
             self._member(name, group, parameters[name])
@@ -123,12 +121,12 @@ class CompiledOptimizer:
         scaling = self._written.get(LOSS_SCALING, self.settings.loss_scaling.value)
         return scaling * (1.0 if self._automatic is None else self._automatic.factor)
 
-    def _member(self, name: str, group: int, weight: Tensor) -> WeightState:
+    def _member(self, name: str, group: int, weight: Tensor) -> _WeightState:
         numbers = self._numbers(name, group)
         state = {
             key: initial(self.settings, key, weight, numbers) for key in self._rules[group].tensors
         }
-        return WeightState(name, group, weight, 0.0, numbers, state)
+        return _WeightState(name, group, weight, 0.0, numbers, state)
 
     def _numbers(self, name: str, group: int) -> Dict[str, float]:
         return imported(self.settings, group, name, self._factors, self._written)
@@ -139,7 +137,7 @@ class CompiledOptimizer:
 
     def _lay_out(self) -> None:
         """Make weights updated with the same numbers contiguous, which moves their memory."""
-        alike: Dict[Tuple[object, ...], List[WeightState]] = {}
+        alike: Dict[Tuple[object, ...], List[_WeightState]] = {}
         for member in self._members:
             weight, numbers = member.weight, tuple(member.numbers.values())
             # NaN, which may have been written, is not equal to itself.
@@ -159,7 +157,7 @@ class CompiledOptimizer:
             }
             for member, slot in zip(bucket, block.slots):
                 member.state = {name: slot.view(whole) for name, whole in state.items()}
-            self._parts.append(UpdateBucket(bucket, block, rule, state))
+            self._parts.append(_UpdateBucket(bucket, block, rule, state))
 
     def set(self, settings: OptimizerSettings) -> None:
         """Use other settings; numbers that were written to the device are dropped.
@@ -217,7 +215,7 @@ class CompiledOptimizer:
         if self._automatic is not None:
             self._automatic.observe(large)
 
-    def _row(self, part: UpdateBucket, flat: Tensor) -> Tensor:
+    def _row(self, part: _UpdateBucket, flat: Tensor) -> Tensor:
         """Return the coefficients of a coming update."""
         first = part.members[0]
         group = group_of(self.settings, first.numbers)
@@ -225,7 +223,7 @@ class CompiledOptimizer:
         row = part.rule.coefficients(group, first.updates + 1)
         return torch.tensor(row, dtype=dtype, device=flat.device)
 
-    def _unscaled(self, part: UpdateBucket, flat: Tensor, gradient: Tensor) -> Tensor:
+    def _unscaled(self, part: _UpdateBucket, flat: Tensor, gradient: Tensor) -> Tensor:
         """Undo the loss scaling; in half precision where small numbers are not lost."""
         wide = gradient.to(torch.promote_types(flat.dtype, torch.float32))
         factor = 1.0 if self._automatic is None else self._automatic.factor
@@ -262,7 +260,7 @@ class CompiledOptimizer:
         scales = {FINAL_SCALE: self.loss_scaling, UPDATE_FACTOR: self._automatic.factor}
         return {**self.numbers(), **scales}
 
-    def _named(self, member: WeightState) -> Dict[str, Tensor]:
+    def _named(self, member: _WeightState) -> Dict[str, Tensor]:
         prefixes = PREFIXES[self.settings.kind]
         return {prefixes[key] + member.name: tensor for key, tensor in member.state.items()}
 
@@ -300,7 +298,7 @@ class CompiledOptimizer:
                 _warn_of_missing("state", name)
         self._load_counts(tensors)
         self._load_numbers(numbers)
-        if any(differ(part.members) for part in self._parts):
+        if any(_differ(part.members) for part in self._parts):
             self._lay_out()
 
     def _load_counts(self, tensors: Mapping[str, Tensor]) -> None:

@@ -26,16 +26,6 @@ from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipufit.poptorch.optim import DEVICE, AdamW, DeviceState, StateSync
 from ipufit.poptorch.options import Options
 
-__all__ = [
-    "IDLE",
-    "AttributeTracker",
-    "OptimizerLink",
-    "merge_parts",
-    "select_mean_strategy",
-    "split_parts",
-]
-
-
 # What every optimizer has, in one version of torch or another.
 _TORCHS = {
     "defaults",

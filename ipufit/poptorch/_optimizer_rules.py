@@ -27,19 +27,6 @@ from ipufit.optim.rules import (
 from ipufit.optim.state import COMBINED_VELOCITY, MOMENTS, RMSPROP, STEP, VELOCITY
 from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Value, Values
 
-__all__ = [
-    "LOSS_SCALING",
-    "PREFIXES",
-    "Factors",
-    "exported",
-    "group_of",
-    "imported",
-    "initial",
-    "rule_of",
-    "state_dtype",
-    "step_name",
-]
-
 
 class DeviceSGDRule(SGDRule):
     """SGD as PopART computes it: like torch's, except for dampening.
@@ -54,7 +41,7 @@ class DeviceSGDRule(SGDRule):
         return [lr if self.tensors else lr * gradient_share, momentum, gradient_share, decay]
 
 
-class VelocityRule(DeviceSGDRule):
+class _VelocityRule(DeviceSGDRule):
     """SGD whose velocity has a constant factor, which cancels out in the update.
 
     The factor must not change: a velocity that was accumulated with another factor is
@@ -73,7 +60,7 @@ class VelocityRule(DeviceSGDRule):
         super().update(p, g * scale, state, plain, segments)
 
 
-class CombinedRule(DeviceSGDRule):
+class _CombinedRule(DeviceSGDRule):
     """SGD that accumulates gradients in its velocity, so that there is one state tensor.
 
     Between two updates the velocity already contains the momentum and weight decay of the coming
@@ -107,7 +94,7 @@ class CombinedRule(DeviceSGDRule):
             velocity.add_(p * coming)
 
 
-class TensorFlowRMSpropRule(RMSpropRule):
+class _TensorFlowRMSpropRule(RMSpropRule):
     """RMSprop as TensorFlow computes it."""
 
     tensorflow = True
@@ -154,11 +141,11 @@ def _class(settings: OptimizerSettings, values: Values) -> Type[OptimizerRule]:
         if not settings.has_velocity(values):
             return DeviceSGDRule
         if settings.kind is OptimizerKind.SGD_COMBINED:
-            return CombinedRule
+            return _CombinedRule
         is_plain = values["velocity_scaling"] == Value(1.0, True)
-        return DeviceSGDRule if is_plain else VelocityRule
+        return DeviceSGDRule if is_plain else _VelocityRule
     if settings.kind.family == "RMSPROP":
-        return TensorFlowRMSpropRule if settings.tensorflow else RMSpropRule
+        return _TensorFlowRMSpropRule if settings.tensorflow else RMSpropRule
     kinds: Dict[OptimizerKind, Type[OptimizerRule]] = {
         OptimizerKind.ADAM: AdamRule,
         OptimizerKind.ADAMW: AdamWRule,

@@ -21,19 +21,6 @@ from ipufit.poptorch._options.options import Options
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.utils.poptorch_sdk import CLAIM_IPUS
 
-__all__ = [
-    "DeviceAllocation",
-    "PlacedBlock",
-    "acquire",
-    "ipuHardwareIsAvailable",
-    "ipuHardwareVersion",
-    "place_on_ipus",
-    "placed_blocks",
-    "reserved",
-    "uses_ipu_model",
-]
-
-
 # The most that one process can have.
 _MOST = 64
 

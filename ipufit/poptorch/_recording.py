@@ -23,8 +23,6 @@ from ipufit.tracing.graph_analysis import Memories, operator_name
 from ipufit.utils.random_operators import uses_random_numbers
 from ipufit.utils.state import call_with
 
-__all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "record"]
-
 
 @dataclasses.dataclass
 class Outputs:

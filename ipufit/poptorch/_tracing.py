@@ -36,29 +36,10 @@ from ipufit.tracing.graph_analysis import operator_name
 from ipufit.tracing.recording import current_graph, current_tracer
 from ipufit.utils.state import watch_modules
 
-__all__ = [
-    "Activations",
-    "Numbered",
-    "RecordedBlocks",
-    "Trace",
-    "define",
-    "graph_so_far",
-    "need_kind",
-    "node_of",
-    "returning",
-    "tensor_list",
-    "tensors_in",
-    "traced",
-    "tracing",
-    "untraced",
-    "written_tensors",
-]
-
-
-NAMESPACE = "ipufit_poptorch"
+_NAMESPACE = "ipufit_poptorch"
 
 # Lives as long as the process: its operators would go with it.
-_LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def define(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> Any:
@@ -75,7 +56,7 @@ def define(schema: str, run: Callable[..., object], shapes: Callable[..., object
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, shapes, "Meta")
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 T = TypeVar("T")

@@ -20,10 +20,8 @@ from ipufit.poptorch._tracing import Trace, tensors_in, written_tensors
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.utils.state import replaced
 
-__all__ = ["watched"]
 
-
-class KeptValues:
+class _KeptValues:
     """Preserves what autograd saves while forward is recorded, also if it is overwritten.
 
     A device's program has no changes in place: each makes a new value, and what was computed from
@@ -137,7 +135,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercepts every operator."""
 
     def __init__(
-        self, trace: Trace, calls: _Calls, constants: Sequence[Tensor], values: KeptValues
+        self, trace: Trace, calls: _Calls, constants: Sequence[Tensor], values: _KeptValues
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
@@ -225,7 +223,7 @@ def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> It
         constants: tensors of the host's that the model may use as they are.
         wide: let float64 be, for comparisons; a device has none.
     """
-    calls, values = _Calls(trace, wide), KeptValues()
+    calls, values = _Calls(trace, wide), _KeptValues()
     saving = values.recording() if trace.training else contextlib.nullcontext()
     with _Operators(trace, calls, constants, values), calls, _seen_on_device(trace, calls), saving:
         yield

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     # Public as those of torch.distributed, but torch does not say so to type checkers.
     from torch._C._distributed_c10d import Store, Work
 
-__all__ = ["Connection", "PendingWork"]
 
 # What torch.distributed raises has no class of its own; on torch 2.0 a limit is a TimeoutError.
-TORCH_ERRORS = (RuntimeError, ValueError, OSError)
-GRACE = 3.0  # seconds in which those who are alive answer
+_TORCH_ERRORS = (RuntimeError, ValueError, OSError)
+_GRACE = 3.0  # seconds in which those who are alive answer
 _AGAIN = "tart all processes again; a run with checkpoints resumes from the last one."
 _LOOK = (
     "Read the output of that process, fix the cause, and start all processes again; a run with "
@@ -37,7 +36,7 @@ _SLOW = "If it is only slow, raise the limit with ipufit.distributed(timeout=...
 
 
 @dataclasses.dataclass(frozen=True)
-class PeerFault:
+class _PeerFault:
     """A failure of the link between processes, and its cure."""
 
     what: str
@@ -45,7 +44,7 @@ class PeerFault:
 
 
 @dataclasses.dataclass(frozen=True)
-class FaultFinder:
+class _FaultFinder:
     """Finds out which process is at fault when a collective fails.
 
     Attributes:
@@ -58,7 +57,7 @@ class FaultFinder:
     timeout: float
     is_hosted: bool
 
-    def ask(self, heartbeats: HeartbeatStore, reason: object) -> PeerFault:
+    def ask(self, heartbeats: HeartbeatStore, reason: object) -> _PeerFault:
         """Find it with the others' help.
 
         Args:
@@ -74,39 +73,39 @@ class FaultFinder:
         left = [has and not knew for has, knew in zip(view.left, view.noticed)]
         if any(left):
             who = self._who(left)
-            return PeerFault(f"{who} ended the program already", _LOOK)
+            return _PeerFault(f"{who} ended the program already", _LOOK)
         if view.is_closed and not all(view.alive):
             who = self._who([not each for each in view.alive])
-            return PeerFault(f"{who} gone (killed, or the machine failed)")
+            return _PeerFault(f"{who} gone (killed, or the machine failed)")
         if not view.is_closed and not all(view.noticed):
-            who = named([number for number, came in enumerate(view.noticed) if not came])
-            return PeerFault(
+            who = _named([number for number, came in enumerate(view.noticed) if not came])
+            return _PeerFault(
                 f"{who} of {self.num_processes} did not reach the same point within "
                 f"{self.timeout:g} s (waits, is busy, or hangs)",
                 _SLOW,
             )
-        return fault or PeerFault(
+        return fault or _PeerFault(
             f"torch.distributed failed: {first_line(reason) or 'it does not say why'}"
         )
 
-    def without_asking(self, heartbeats: HeartbeatStore) -> PeerFault:
+    def without_asking(self, heartbeats: HeartbeatStore) -> _PeerFault:
         """Find it where the store is gone."""
         fault = self._reported(heartbeats)
         if fault is not None:
             return fault
         if heartbeats.lost is None or heartbeats.is_silent:
-            return PeerFault(
+            return _PeerFault(
                 f"process 0 of {self.num_processes} did not reach the same point within "
                 f"{self.timeout:g} s, and does not answer (it hangs, or its machine failed)"
             )
         if self.is_hosted:
-            return PeerFault("the launcher, through which they communicate, is gone")
-        return PeerFault(
+            return _PeerFault("the launcher, through which they communicate, is gone")
+        return _PeerFault(
             f"process 0 of {self.num_processes} has gone (ended, killed, or its machine failed)"
         )
 
     def _answers(self, heartbeats: HeartbeatStore) -> Heartbeats:
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + _GRACE
         while True:
             view = heartbeats.look()
             # Where a connection is closed, an error may still be on its way to the store.
@@ -115,20 +114,20 @@ class FaultFinder:
                 return view
             time.sleep(POLL / 5)
 
-    def _reported(self, heartbeats: HeartbeatStore) -> Optional[PeerFault]:
+    def _reported(self, heartbeats: HeartbeatStore) -> Optional[_PeerFault]:
         """An error that a process ended with, or what others found before."""
         for process, text in sorted(heartbeats.ended.items()):
-            return PeerFault(f"process {process} of {self.num_processes} ended with {text}", _LOOK)
+            return _PeerFault(f"process {process} of {self.num_processes} ended with {text}", _LOOK)
         for process, text in sorted(heartbeats.concluded.items()):
-            return PeerFault(f"process {process} of {self.num_processes} gave up because {text}")
+            return _PeerFault(f"process {process} of {self.num_processes} gave up because {text}")
         return None
 
     def _who(self, are: Sequence[bool]) -> str:
         which = [number for number, each in enumerate(are) if each]
-        return f"{named(which)} of {self.num_processes} {'has' if len(which) == 1 else 'have'}"
+        return f"{_named(which)} of {self.num_processes} {'has' if len(which) == 1 else 'have'}"
 
 
-def named(which: Sequence[int]) -> str:
+def _named(which: Sequence[int]) -> str:
     """Processes by their numbers, in words."""
     if len(which) == 1:
         return f"process {which[0]}"
@@ -136,8 +135,8 @@ def named(which: Sequence[int]) -> str:
 
 
 # Public, but torch does not say so to type checkers; absent from a torch without distributed.
-TCPStore: Any = getattr(distributed, "TCPStore", None)
-PrefixStore: Any = getattr(distributed, "PrefixStore", None)
+_TCPStore: Any = getattr(distributed, "TCPStore", None)
+_PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 
 _MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
 
@@ -161,7 +160,7 @@ class Connection:
         self._place = place
         self._timeout = timeout
         is_hosted = place is not None and place.is_hosted
-        self._faults = FaultFinder(num_processes, timeout, is_hosted)
+        self._faults = _FaultFinder(num_processes, timeout, is_hosted)
         self._heartbeats: Optional[HeartbeatStore] = None
         self._store: Optional[Store] = None
         self._broken = ""
@@ -180,7 +179,7 @@ class Connection:
         if self._broken:
             raise ProcessError(
                 "a process that left the others can't reconnect, but this one left them because "
-                f"{self._broken}. {PeerFault('').cure}"
+                f"{self._broken}. {_PeerFault('').cure}"
             )
         if self.is_connected:
             return
@@ -195,7 +194,7 @@ class Connection:
             self._arrive(heartbeats)
             if self._is_ours:
                 backend = "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"
-                store = PrefixStore("group", self._store)
+                store = _PrefixStore("group", self._store)
                 distributed.init_process_group(
                     backend, store=store, rank=self._me, world_size=self._count, timeout=limit
                 )
@@ -203,7 +202,7 @@ class Connection:
             else:
                 # The user's own may have no gloo, and another limit.
                 self.group = distributed.new_group(backend="gloo", timeout=limit)
-        except TORCH_ERRORS as error:
+        except _TORCH_ERRORS as error:
             if isinstance(error, IpufitError):
                 raise
             self.fail(True, error)
@@ -230,12 +229,12 @@ class Connection:
                 try:
                     if _is_done(work, is_on_host):
                         break
-                except TORCH_ERRORS as error:
+                except _TORCH_ERRORS as error:
                     self.fail(True, error)
                 now = time.monotonic()
                 if heartbeats.alarm or heartbeats.lost is not None:
                     # What the others sent before they ended may still arrive.
-                    given_up = min(given_up, now + (0.0 if heartbeats.alarm else GRACE))
+                    given_up = min(given_up, now + (0.0 if heartbeats.alarm else _GRACE))
                 if now >= given_up:
                     self.fail(heartbeats.lost is not None)
                 if now >= until:
@@ -247,8 +246,8 @@ class Connection:
             return
         text = describe_error(error)
         # The error itself matters more than who hears of it.
-        with contextlib.suppress(StoreLostError, *TORCH_ERRORS):
-            self._open(min(self._timeout, 2 * GRACE)).tell_error(text)
+        with contextlib.suppress(StoreLostError, *_TORCH_ERRORS):
+            self._open(min(self._timeout, 2 * _GRACE)).tell_error(text)
         self._leave(f"it ended with {text}")
 
     def _open(self, limit: Optional[float] = None) -> HeartbeatStore:
@@ -265,7 +264,7 @@ class Connection:
                 )
             # Not public, but there since torch 1.x, and torch's own packages use it.
             store = distributed.distributed_c10d._get_default_store()
-            mine = PrefixStore("ipufit", store)
+            mine = _PrefixStore("ipufit", store)
         else:
             self._store, mine = self._stores(seconds)
             self._is_ours = True
@@ -282,7 +281,7 @@ class Connection:
         stores = []
         for number in range(2):
             try:
-                store = TCPStore(
+                store = _TCPStore(
                     place.host,
                     place.port,
                     self._count,
@@ -290,7 +289,7 @@ class Connection:
                     timeout=limit,
                     wait_for_workers=False,
                 )
-            except TORCH_ERRORS as error:
+            except _TORCH_ERRORS as error:
                 where = f"{place.host}:{place.port}"
                 if is_host:
                     raise ProcessError(
@@ -304,8 +303,8 @@ class Connection:
                     "MASTER_PORT, or the address of ipufit.distributed, name its machine in all "
                     "processes."
                 ) from error
-            stores.append(PrefixStore(f"ipufit/{place.attempt}", store))
-        return stores[0], PrefixStore("heartbeats", stores[1])
+            stores.append(_PrefixStore(f"ipufit/{place.attempt}", store))
+        return stores[0], _PrefixStore("heartbeats", stores[1])
 
     def _arrive(self, heartbeats: HeartbeatStore) -> None:
         """Wait for the others, before torch does, which would not say who is missing."""
@@ -334,7 +333,7 @@ class Connection:
                 if not absent:
                     return
                 if time.monotonic() >= until:
-                    who = f"{named(absent)} of {self._count}"
+                    who = f"{_named(absent)} of {self._count}"
                     raise ProcessError(
                         f"all processes of a run must start within {self._timeout:g} s, but {who} "
                         "did not. Start it too, or raise the limit with "
@@ -365,7 +364,7 @@ class Connection:
             heartbeats.tell_conclusion(fault.what)
             if self._me == 0:
                 # It may host the store, which the others still have to read.
-                heartbeats.wait_for("concluded", GRACE / 2)
+                heartbeats.wait_for("concluded", _GRACE / 2)
         except StoreLostError:
             fault = fault or self._faults.without_asking(heartbeats)
         self._leave(fault.what)
@@ -425,7 +424,7 @@ class PendingWork:
         group = self._connection.group if is_on_host else None
         try:
             work = collective(*arguments, group=group, async_op=True)
-        except TORCH_ERRORS as error:
+        except _TORCH_ERRORS as error:
             # The others have begun it, perhaps, and are not to wait.
             self._connection.fail(True, error)
         self._started.append((work, is_on_host))
@@ -459,7 +458,7 @@ def _is_done(work: Work, is_on_host: bool) -> bool:
         return True
     try:
         work.wait(datetime.timedelta(seconds=POLL / 2))
-    except TORCH_ERRORS:
+    except _TORCH_ERRORS:
         if not work.is_completed():
             return False  # it was the limit
         work.wait()

@@ -28,7 +28,6 @@ from ipufit.utils.codec import decode, encode
 if TYPE_CHECKING:
     from ipufit.processes.connection import Connection, PendingWork
 
-__all__ = ["ALONE", "TIMEOUT", "Processes", "as_bytes", "common", "give_back", "summable"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     # Public as torch.distributed.Store, but torch does not say so to type checkers.
     from torch._C._distributed_c10d import Store
 
-__all__ = ["HeartbeatStore", "Heartbeats", "StoreLostError"]
 
 T = TypeVar("T")
 

@@ -9,8 +9,6 @@ from ipufit.planner.costs import by_ipu
 from ipufit.planner.rendering import share, size
 from ipufit.report.files import Facts
 
-__all__ = ["advised"]
-
 Columns = Mapping[str, List[float]]
 _Said = Tuple[str, str]
 

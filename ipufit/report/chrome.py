@@ -11,14 +11,11 @@ from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["MOST_COUNTS", "MOST_PHASES", "MOST_TASKS", "render_trace"]
-
-
 # Numbers of executions, by column.
 Row = Mapping[str, float]
 
 
-class Lane:
+class _Lane:
     """A thread of the trace, whose events come in the order of time and never overlap.
 
     Clocks are read one after another, so that what follows without a gap may seem to begin before
@@ -32,7 +29,7 @@ class Lane:
         end: of the last event, in nanoseconds.
     """
 
-    def __init__(self, events: Events, process: int, thread: int) -> None:
+    def __init__(self, events: _Events, process: int, thread: int) -> None:
         self._events = events
         self._where = f'"pid":{process},"tid":{thread}'
         self.end = 0
@@ -60,7 +57,7 @@ class Lane:
         self._events.put(f'{{"name":{_text(name)},"ph":"X",{self._where},{times}{more}}}')
 
 
-class Events:
+class _Events:
     """Collects the events of a trace as JSON texts, since there may be many."""
 
     def __init__(self) -> None:
@@ -70,11 +67,11 @@ class Events:
         """Add an event that is JSON already."""
         self._texts.append(text)
 
-    def lane(self, process: int, thread: int, name: str) -> Lane:
+    def lane(self, process: int, thread: int, name: str) -> _Lane:
         """Name a thread of a process and return its lane."""
         self._name("thread_name", process, thread, name=name)
         self._name("thread_sort_index", process, thread, sort_index=thread)
-        return Lane(self, process, thread)
+        return _Lane(self, process, thread)
 
     def process(self, process: int, name: str) -> None:
         """Name a process; they are shown in the order of their numbers."""
@@ -125,7 +122,7 @@ def render_trace(run: Run) -> str:
     Args:
         run: also one that is not over.
     """
-    events = Events()
+    events = _Events()
     about: Dict[str, object] = {
         "title": run.facts["title"],
         "begun": run.facts["begun"],
@@ -138,7 +135,7 @@ def render_trace(run: Run) -> str:
     return events.text(about)
 
 
-def _host(events: Events, run: Run, about: Dict[str, object]) -> None:
+def _host(events: _Events, run: Run, about: Dict[str, object]) -> None:
     """Draw epochs, executions and counters of the host."""
     events.process(_HOST, "host")
     epochs = run.facts["epochs"]
@@ -176,7 +173,7 @@ def _rows(columns: Dict[str, List[float]], about: Dict[str, object]) -> List[Dic
     return executions
 
 
-def _unfinished(lane: Lane, rows: Sequence[Row], finished_epochs: Set[int]) -> None:
+def _unfinished(lane: _Lane, rows: Sequence[Row], finished_epochs: Set[int]) -> None:
     """Draw the epoch in which a run stands, or in which it broke off."""
     unfinished = [row for row in rows if row["epoch"] not in finished_epochs]
     if unfinished:
@@ -185,7 +182,7 @@ def _unfinished(lane: Lane, rows: Sequence[Row], finished_epochs: Set[int]) -> N
         lane.add(f"epoch {unfinished[0]['epoch'] + 1:.0f}", _time(begin), _time(end - begin), args)
 
 
-def _executions(lane: Lane, rows: Sequence[Row], epochs: Sequence[Facts]) -> None:
+def _executions(lane: _Lane, rows: Sequence[Row], epochs: Sequence[Facts]) -> None:
     ends = {each["epoch"]: each for each in epochs}
     for place, row in enumerate(rows):
         _execution(lane, row)
@@ -202,7 +199,7 @@ def _back(rows: Sequence[Row], last: int) -> List[Row]:
     return list(rows[first : last + 1])
 
 
-def _execution(lane: Lane, row: Row) -> None:
+def _execution(lane: _Lane, row: Row) -> None:
     lengths = {name: _time(row[name]) for name in PHASES}
     first, count, updates = (int(row[n]) for n in ("first_update", "executions", "updates"))
     name = "execution" if count == 1 else f"{count} executions"
@@ -214,7 +211,7 @@ def _execution(lane: Lane, row: Row) -> None:
             begin += length
 
 
-def _rest(lane: Lane, epoch_rows: Sequence[Row], epoch: Facts) -> None:
+def _rest(lane: _Lane, epoch_rows: Sequence[Row], epoch: Facts) -> None:
     """Draw what an epoch did after its last execution.
 
     Nothing is drawn where rows of two epochs are joined, or the epoch began in an earlier part of
@@ -230,7 +227,7 @@ def _rest(lane: Lane, epoch_rows: Sequence[Row], epoch: Facts) -> None:
             lane.add(name, lane.end, length, after)
 
 
-def _counters(events: Events, rows: Sequence[Row], about: Dict[str, object]) -> None:
+def _counters(events: _Events, rows: Sequence[Row], about: Dict[str, object]) -> None:
     step = -(-len(rows) // MOST_COUNTS) or 1
     if step > 1:
         about["counters"] = f"Counters show the first of {step} consecutive executions."
@@ -250,7 +247,7 @@ def _counters(events: Events, rows: Sequence[Row], about: Dict[str, object]) -> 
         before = values
 
 
-def _pipeline(events: Events, run: Run, about: Dict[str, object]) -> None:
+def _pipeline(events: _Events, run: Run, about: Dict[str, object]) -> None:
     """Draw the estimated pipeline of one update on the IPUs of a replica."""
     line = run.facts.get("plan", {}).get("timeline")
     if line is None:
@@ -287,7 +284,7 @@ def _mean_update(rows: Mapping[str, List[float]]) -> float:
     return sum(rows["compute"]) / updates if updates else 0.0
 
 
-def _operators(events: Events, operators: Facts, about: Dict[str, object]) -> None:
+def _operators(events: _Events, operators: Facts, about: Dict[str, object]) -> None:
     """Draw the operators of one micro-batch, a lane for each direction."""
     if not operators.get("rows"):
         return
@@ -296,7 +293,7 @@ def _operators(events: Events, operators: Facts, about: Dict[str, object]) -> No
         "Each event stands for all calls of one operator on one source line in one micro-batch; "
         "events are drawn one after another, in the order of the report's table."
     )
-    lanes: Dict[str, Lane] = {}
+    lanes: Dict[str, _Lane] = {}
     for row in operators["rows"]:
         way = row["direction"]
         if way not in lanes:

@@ -54,22 +54,6 @@ from ipufit.errors import ConfigurationError
 from ipufit.report.rows import columns_of
 from ipufit.utils.files import replace_file
 
-__all__ = [
-    "EXECUTIONS",
-    "FACTS",
-    "FORMAT",
-    "OF_PROCESS",
-    "OF_TENSORS",
-    "PAGE",
-    "POPVISION",
-    "TORCH_TRACE",
-    "TRACE",
-    "Facts",
-    "plain",
-    "read_facts",
-    "read_rows",
-]
-
 FORMAT = "ipufit.Report/1"
 # The object in run.json, or one within it.
 Facts = Mapping[str, Any]

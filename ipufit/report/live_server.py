@@ -17,8 +17,6 @@ from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report.files import EXECUTIONS, FACTS
 from ipufit.report.run import Run
 
-__all__ = ["ADDRESS", "PORT", "Server", "Watched"]
-
 # Nothing but this machine can reach it.
 ADDRESS = "127.0.0.1"
 PORT = 6010
@@ -44,7 +42,7 @@ _Request = Union[socket.socket, Tuple[bytes, socket.socket]]
 _Stamp = Tuple[Optional[Tuple[int, int, int]], ...]
 
 
-class NotYetError(Exception):
+class _NotYetError(Exception):
     """Raised while there is no page to show; the text says why."""
 
 
@@ -93,14 +91,14 @@ class Watched:
 
     def _run(self) -> Run:
         if not os.path.exists(os.path.join(self.folder, FACTS)):
-            raise NotYetError(
+            raise _NotYetError(
                 f"Waiting for a run: {self.folder} contains no report yet. A report begins with "
                 f"fit(callbacks=[ipufit.Report({self.folder!r})])."
             )
         try:
             return Run.read(self.folder)
         except (IpufitError, OSError) as error:
-            raise NotYetError(str(error)) from error
+            raise _NotYetError(str(error)) from error
 
 
 def _stamp_of(path: str) -> Optional[Tuple[int, int, int]]:
@@ -203,7 +201,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         kind, make = routes[path]
         try:
             body = make()
-        except NotYetError as reason:
+        except _NotYetError as reason:
             text = str(reason)
             missing = json.dumps({"missing": text}).encode("ascii")
             self._answer(503, kind, _waiting(text) if kind == _HTML else missing)

@@ -13,8 +13,6 @@ from ipufit.report.files import TORCH_TRACE
 from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import PHASES, Clock, Span
 
-__all__ = ["NamingClock", "Profiler", "refuse_profiler"]
-
 T = TypeVar("T")
 
 

@@ -41,13 +41,10 @@ from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import device_of, fork_rng
 
-__all__ = ["Recorder", "recorded"]
-
-
 _STATUS = "/proc/self/statm"
 
 
-def in_use(device: torch.device) -> float:
+def _in_use(device: torch.device) -> float:
     """Bytes that tensors have on a device, or this process has in memory; nan where unknown."""
     of_tensors = memory_of_tensors(device)
     if of_tensors is not None:
@@ -152,7 +149,7 @@ class Recorder(Observer):
         self._history: Optional[History] = None
         self._written, self._halvings = len(self._rows.flat), self._rows.halvings
         self._flushed = self._wrote = self._writing = 0.0
-        self._memory = in_use(self._device)
+        self._memory = _in_use(self._device)
         self._is_lost = False
         self._added = 0
         self._mark()
@@ -350,7 +347,7 @@ class Recorder(Observer):
     def _flush(self) -> None:
         """Write the rows that are new."""
         self._flushed = self._now
-        self._memory = in_use(self._device)
+        self._memory = _in_use(self._device)
         flat, path = self._rows.flat, self._path(EXECUTIONS)
         if self._rows.halvings != self._halvings:
             self._halvings = self._rows.halvings

@@ -12,8 +12,6 @@ from ipufit.report.files import EXECUTIONS, FACTS, POPVISION
 from ipufit.report.profiling import refuse_profiler
 from ipufit.utils.error_collector import folder_of, one_of
 
-__all__ = ["Report", "refuse_report", "refuse_reports", "split_reports"]
-
 Path = Union[str, "os.PathLike[str]"]
 
 

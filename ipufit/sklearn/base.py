@@ -51,8 +51,6 @@ except ImportError:  # before 1.6; 1.3 is the oldest that ipufit works with
         return estimator._validate_data(*args, **options)
 
 
-__all__ = ["Array", "Estimator"]
-
 # Samples, targets, weights or outputs of any dtype.
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -62,7 +60,7 @@ else:  # of which NumPy before 1.21 has no form with a dtype
     Array = np.ndarray
 
 # What the names after each prefix are arguments of.
-GROUPS = ("module", "optimizer", "compile", "fit")
+_GROUPS = ("module", "optimizer", "compile", "fit")
 
 # Arguments that have parameters without a prefix, or that the estimator gives itself.
 _TAKEN: Dict[str, Iterable[str]] = {
@@ -75,13 +73,13 @@ _TAKEN: Dict[str, Iterable[str]] = {
 }
 
 
-def is_setting(name: str) -> bool:
+def _is_setting(name: str) -> bool:
     """Say whether a name is that of a parameter with a prefix."""
     prefix, delimiter, rest = name.partition("__")
-    return bool(delimiter and rest) and prefix in GROUPS
+    return bool(delimiter and rest) and prefix in _GROUPS
 
 
-def check_names(owner: str, names: Iterable[str], parameters: Sequence[str]) -> None:
+def _check_names(owner: str, names: Iterable[str], parameters: Sequence[str]) -> None:
     """Refuse what is no parameter, as Python does with an unknown keyword.
 
     Args:
@@ -93,7 +91,7 @@ def check_names(owner: str, names: Iterable[str], parameters: Sequence[str]) -> 
         TypeError: one of the names has none of the prefixes.
     """
     for name in names:
-        if not is_setting(name):
+        if not _is_setting(name):
             near = UnknownNameError("argument", name, parameters).nearest
             meant = f"Did you mean {near!r}? " if near else ""
             raise TypeError(
@@ -103,12 +101,12 @@ def check_names(owner: str, names: Iterable[str], parameters: Sequence[str]) -> 
             )
 
 
-def settings_of(estimator: object) -> Dict[str, Any]:
+def _settings_of(estimator: object) -> Dict[str, Any]:
     """Return all parameters with a prefix, by full name."""
-    return {name: value for name, value in vars(estimator).items() if is_setting(name)}
+    return {name: value for name, value in vars(estimator).items() if _is_setting(name)}
 
 
-def group_of(estimator: object, group: str) -> Dict[str, Any]:
+def _group_of(estimator: object, group: str) -> Dict[str, Any]:
     """The parameters with one prefix, which is left away.
 
     Raises:
@@ -118,7 +116,7 @@ def group_of(estimator: object, group: str) -> Dict[str, Any]:
     start = f"{group}__"
     options = {
         name[len(start) :]: value
-        for name, value in settings_of(estimator).items()
+        for name, value in _settings_of(estimator).items()
         if name.startswith(start)
     }
     if group in _TAKEN:
@@ -188,7 +186,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         verbose: Verbose = 0,
         **settings: object,
     ) -> None:
-        check_names(type(self).__name__, settings, self._get_param_names())
+        _check_names(type(self).__name__, settings, self._get_param_names())
         self.module = module
         self.loss = loss
         self.optimizer = optimizer
@@ -215,7 +213,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Args:
             deep: as in scikit-learn.
         """
-        return {**super().get_params(deep=deep), **settings_of(self)}
+        return {**super().get_params(deep=deep), **_settings_of(self)}
 
     def set_params(self, **params: object) -> Estimator:
         """Change parameters, for the next ``fit``.
@@ -226,7 +224,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Raises:
             ValueError: an unknown parameter.
         """
-        prefixed = {name: value for name, value in params.items() if is_setting(name)}
+        prefixed = {name: value for name, value in params.items() if _is_setting(name)}
         super().set_params(**{name: params[name] for name in params if name not in prefixed})
         self.__dict__.update(prefixed)
         return self
@@ -293,7 +291,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         self._n_outputs = n_outputs
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         sizes = {"n_features": int(x.shape[1]), "n_outputs": n_outputs}
-        module = build_module(self.module, group_of(self, "module"), self._seed, sizes)
+        module = _build_module(self.module, _group_of(self, "module"), self._seed, sizes)
         if self._dtype is not None:
             module.to(_DTYPES[str(self._dtype)])
         self._model = self._compiled(module)
@@ -301,11 +299,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         self.n_iter_ = 0
 
     def _compiled(self, module: nn.Module) -> Model:
-        options = group_of(self, "compile")
+        options = _group_of(self, "compile")
         if resolve_loss(self.loss).reduction == "mean":
             # A weight of two is a sample that is there twice, as everywhere in scikit-learn.
             options.setdefault("reduction", Reduction(sample_weights="mean_with_sample_weight"))
-        optimizer = build_optimizer(self.optimizer, group_of(self, "optimizer"))
+        optimizer = _build_optimizer(self.optimizer, _group_of(self, "optimizer"))
         model = Model(module, engine=self.engine, device=self.device)
         loss, metrics = copy.deepcopy(self.loss), copy.deepcopy(self.metrics)
         model.compile(optimizer, loss, metrics=metrics, **options)
@@ -324,7 +322,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Args:
             classes: index of each sample's class, for a validation part that has all of them.
         """
-        options = group_of(self, "fit")
+        options = _group_of(self, "fit")
         how = options.pop("validation_data", Validation())
         validation = None
         if self.validation_fraction:
@@ -368,7 +366,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Raises:
             ConfigurationError: this is a copy that such options were set for.
         """
-        options = group_of(self, "compile")
+        options = _group_of(self, "compile")
         counting = [name for name in _COUNTING if options.get(name)]
         precision = options.get("precision")
         if not isinstance(precision, (Precision, type(None))):
@@ -414,7 +412,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return state
 
 
-def build_module(
+def _build_module(
     module: object, settings: Mapping[str, object], seed: int, sizes: Mapping[str, int]
 ) -> nn.Module:
     """Make a module of its own for one fit.
@@ -465,7 +463,7 @@ def build_module(
     return built
 
 
-def build_optimizer(optimizer: object, settings: Mapping[str, object]) -> object:
+def _build_optimizer(optimizer: object, settings: Mapping[str, object]) -> object:
     """Build the argument of ``Model.compile``: the optimizer, or a factory that adds the settings.
 
     Args:

@@ -19,11 +19,9 @@ from ipufit.errors import ConfigurationError
 from ipufit.losses.resolve import resolve_loss
 from ipufit.sklearn.base import Array, Estimator
 
-__all__ = ["IpufitClassifier", "IpufitRegressor"]
-
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class _Head:
     """How a classifier's outputs are read.
 
     Attributes:
@@ -41,15 +39,15 @@ def _softmax(outputs: Tensor) -> Tensor:
 
 
 # By the loss: its name here, the function's in torch.nn.functional, and the module's class.
-_HEADS: Dict[str, Head] = {
-    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), Head(False, _softmax)),
-    **dict.fromkeys(("nll", "nll_loss", "NLLLoss"), Head(False, torch.exp)),
+_HEADS: Dict[str, _Head] = {
+    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), _Head(False, _softmax)),
+    **dict.fromkeys(("nll", "nll_loss", "NLLLoss"), _Head(False, torch.exp)),
     **dict.fromkeys(
         ("bce_with_logits", "binary_cross_entropy_with_logits", "BCEWithLogitsLoss"),
-        Head(True, torch.sigmoid),
+        _Head(True, torch.sigmoid),
     ),
     **dict.fromkeys(
-        ("bce", "binary_cross_entropy", "BCELoss"), Head(True, lambda outputs: outputs)
+        ("bce", "binary_cross_entropy", "BCELoss"), _Head(True, lambda outputs: outputs)
     ),
 }
 
@@ -237,9 +235,9 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         return labels
 
     @property
-    def _head(self) -> Head:
+    def _head(self) -> _Head:
         # One output for each class where the loss is unknown.
-        return _HEADS.get(resolve_loss(self.loss).name, Head(False, None))
+        return _HEADS.get(resolve_loss(self.loss).name, _Head(False, None))
 
     @property
     def _nonlinearity(self) -> Optional[Callable[[Tensor], Tensor]]:

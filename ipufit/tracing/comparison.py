@@ -12,8 +12,6 @@ from torch import Tensor
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import TextReport
 
-__all__ = ["DEFAULTS", "Comparison", "Difference", "Tolerance", "distance"]
-
 # Of the largest magnitude in a tensor, and besides that, by dtype: some thousand roundings.
 DEFAULTS: Dict[torch.dtype, Tuple[float, float]] = {
     torch.float64: (1e-10, 1e-14),

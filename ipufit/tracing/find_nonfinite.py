@@ -21,9 +21,6 @@ from ipufit.tracing.source_map import Origin
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 
-__all__ = ["NonFiniteSearch"]
-
-
 _Key = Tuple[int, Tuple[int, ...], Tuple[int, ...]]
 
 # The same elements in the same order.
@@ -46,7 +43,7 @@ _PRODUCTS = {"addmm": 1, "baddbmm": 1, "bmm": 0, "mm": 0, "mv": 0}
 _MIXING = ("sort", "topk", "cumsum", "flip", "roll", "index", "gather", "scatter", "embedding")
 
 
-class RowTracker:
+class _RowTracker:
     """Follows the rows of a micro-batch from operator to operator.
 
     An element with the place L in the row-major order of its tensor belongs to row
@@ -220,7 +217,7 @@ class NonFiniteSearch(Listener):
         self, now: Callable[[], Origin], batch: MicroBatch, tensors: Mapping[str, Tensor]
     ) -> None:
         self._now = now
-        self._rows = RowTracker(batch.size)
+        self._rows = _RowTracker(batch.size)
         # By memory, in the order in which they were made.
         self._nonfinite: Dict[int, List[_NonFinite]] = {}
         # Of the operator that runs.

@@ -25,14 +25,6 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import generator_state
 from ipufit.utils.state import MEMBERS, Place, ValueSnapshot, is_of_torch
 
-__all__ = [
-    "PLAIN",
-    "CodeReader",
-    "FrozenValues",
-    "StepModule",
-    "fingerprint",
-]
-
 # Values that are compared by what they are, not by which object they are.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -234,7 +226,7 @@ class CodeReader:
         is_inside: bool = False,
         kind: Optional[type] = None,
     ) -> None:
-        if isinstance(value, (*PLAIN, *_CONTAINERS, Tensor)) or is_array(value):
+        if isinstance(value, (*PLAIN, *_CONTAINERS, Tensor)) or _is_array(value):
             self.values.append((title, value))
         elif generator_state(value) is not None:
             self.generators.append((title, value))
@@ -283,7 +275,7 @@ def _is_of_users(value: object) -> bool:
     return module is not None and _is_of_users(module)
 
 
-def is_array(value: object) -> bool:
+def _is_array(value: object) -> bool:
     """Say whether a value is an array of NumPy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
@@ -368,7 +360,7 @@ def _freeze(value: Any, depth: int, referents: List[object]) -> object:
         referents.append(value)
         return (id(value), _freeze(vars(value), depth - 1, referents))
     referents.append(value)
-    if is_array(value) and value.nbytes <= _LARGEST_ARRAY:
+    if _is_array(value) and value.nbytes <= _LARGEST_ARRAY:
         return (id(value), value.shape, zlib.crc32(value.tobytes()))
     if isinstance(value, Tensor):
         return (id(value), value._version)

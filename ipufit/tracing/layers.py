@@ -22,8 +22,6 @@ from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
 
-__all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
-
 
 _READS_A_VALUE = "it reads the value of a tensor"
 
@@ -109,7 +107,7 @@ def output_shapes(
     used: Set[str] = set()
 
     def note(part: nn.Module, _: object, out: object) -> None:
-        shapes.setdefault(part, []).append(form(out))
+        shapes.setdefault(part, []).append(_form(out))
 
     try:
         with contextlib.ExitStack() as hooks:
@@ -173,7 +171,7 @@ def _call_without_values(module: nn.Module, batch: MicroBatch, used: Set[str]) -
         return call_with(module, state, args, kwargs)
 
 
-def form(output: tree.Tree) -> str:
+def _form(output: tree.Tree) -> str:
     """The shapes of nested outputs: ``(4, 10)``, ``[(4, 2), (4,)]``, ``{a: (4, 2)}``."""
     if isinstance(output, Tensor):
         return str(tuple(output.shape))
@@ -185,7 +183,7 @@ def form(output: tree.Tree) -> str:
 
 def _nested(structure: tree.Structure, leaves: Iterator[object]) -> str:
     if structure.kind is None:
-        return form(next(leaves))
+        return _form(next(leaves))
     if structure.kind is type(None):
         return "None"
     parts = [_nested(child, leaves) for child in structure.children]

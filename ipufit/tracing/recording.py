@@ -24,25 +24,6 @@ from torch.utils._pytree import tree_flatten
 from ipufit.partition.recomputation import watch_calls
 from ipufit.utils.state import replaced
 
-__all__ = [
-    "NEEDS_VALUES",
-    "GraphPlace",
-    "LeftBehindError",
-    "OpRecorder",
-    "autograd_nodes",
-    "current_graph",
-    "current_tracer",
-    "is_backward",
-    "listen_to_backward",
-    "make_graph",
-    "mark_again",
-    "mark_backward",
-    "mark_backward_pass",
-    "mark_layers",
-    "recorded_name",
-    "segment_of",
-]
-
 _AGAIN = "ipufit_again"
 _BACKWARD = "ipufit_backward"
 _SEGMENT = "ipufit_segment"

@@ -25,16 +25,6 @@ from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
 
-__all__ = [
-    "LOSS",
-    "CallRecorder",
-    "NodeOrigins",
-    "Origin",
-    "SourceTracker",
-    "TracedCall",
-    "trace_calls",
-]
-
 # The name of what is computed outside of the user's module.
 LOSS = "loss"
 
@@ -67,7 +57,7 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModuleCall:
+class _ModuleCall:
     """A call of a module that has returned.
 
     Attributes:
@@ -90,7 +80,7 @@ class SourceTracker:
     """
 
     def __init__(
-        self, step: ModuleWithLoss, on_return: Callable[[ModuleCall], None] = lambda call: None
+        self, step: ModuleWithLoss, on_return: Callable[[_ModuleCall], None] = lambda call: None
     ) -> None:
         self._names: Dict[int, Tuple[str, str]] = {}
         for name, part in step.named_modules():
@@ -140,7 +130,7 @@ class SourceTracker:
         if _number_of_last() is None:
             self._claim([t.grad_fn for t in tensors], Origin(name, kind, is_backward=True))
         if kind:
-            self._on_return(ModuleCall(name, kind, tensors))
+            self._on_return(_ModuleCall(name, kind, tensors))
 
     def _claim(self, nodes: Sequence[Optional[Node]], origin: Origin) -> None:
         """In a torch that numbers no operators: all that no inner module has made is this one's."""
@@ -203,7 +193,7 @@ class TracedCall:
     origin: Origin
     nodes: Sequence[str] = ()
     outputs: Sequence[Tensor] = ()
-    returned: List[Tuple[ModuleCall, int]] = dataclasses.field(default_factory=list)
+    returned: List[Tuple[_ModuleCall, int]] = dataclasses.field(default_factory=list)
 
 
 class CallRecorder(Listener):
@@ -250,7 +240,7 @@ class CallRecorder(Listener):
         if outputs:
             self.calls.append(traced)
 
-    def _module_returned(self, returned: ModuleCall) -> None:
+    def _module_returned(self, returned: _ModuleCall) -> None:
         for output in returned.outputs:
             if id(output) in self._made:
                 _, call, place = self._made[id(output)]

@@ -20,10 +20,8 @@ from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import sdk_in_use
 from ipufit.utils.state import watch_modules
 
-__all__ = ["Walk"]
 
-
-class ParameterReads(Listener):
+class _ParameterReads(Listener):
     """Looks at every operator of a forward pass and of the loss after it.
 
     PopTorch's own tracing is left alone: nothing is seen there.
@@ -124,7 +122,7 @@ class Walk:
         self._stage, self._last = 0, "the start"
         self._begun: List[str] = []
         self._called: Dict[str, Set[int]] = {}
-        self._reads = ParameterReads(module, self._place)
+        self._reads = _ParameterReads(module, self._place)
         self._outside: Optional[str] = None
         self._is_training = module.training
 

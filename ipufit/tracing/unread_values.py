@@ -18,8 +18,6 @@ from torch.nn.modules import transformer
 from ipufit.core.precision import autocast_state
 from ipufit.tracing.recurrent import LIBRARY
 
-__all__ = ["ctc_loss_and_gradient", "one_hot_by_comparison", "reads_classes", "without_values"]
-
 
 def _as_said(
     mask: Optional[Tensor], is_causal: Optional[bool] = None, size: Optional[int] = None
@@ -214,7 +212,7 @@ def ctc_loss_and_gradient(
     return result.to(dtype), gradient.to(dtype)
 
 
-def record_ctc_loss(
+def _record_ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: Lengths,
@@ -269,7 +267,7 @@ def without_values(rewrites: bool) -> List[Tuple[object, str, object]]:
         (functional, "one_hot", _call_fixed_one_hot if is_fixed else _call_one_hot)
     ]
     if rewrites:
-        readers.append((torch, "ctc_loss", record_ctc_loss))
+        readers.append((torch, "ctc_loss", _record_ctc_loss))
         readers.append((functional, "gaussian_nll_loss", _gaussian_nll_loss))
     if hasattr(transformer, "_detect_is_causal_mask"):
         readers.append((transformer, "_detect_is_causal_mask", _as_said))

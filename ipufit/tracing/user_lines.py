@@ -14,18 +14,6 @@ import torch
 
 from ipufit.utils.console import PACKAGE
 
-__all__ = [
-    "CALLERS",
-    "TORCH_PATH",
-    "Frame",
-    "Lines",
-    "frame_of",
-    "is_installed",
-    "is_users",
-    "user_frame",
-    "users_module",
-]
-
 # File, line, function.
 Frame = Tuple[str, int, str]
 

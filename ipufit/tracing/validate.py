@@ -21,22 +21,6 @@ from ipufit.tracing.flat_storage import extent, storage_id
 from ipufit.utils import tree
 from ipufit.utils.state import device_of, eval_mode, train_mode
 
-__all__ = [
-    "find_unregistered",
-    "initialize",
-    "line_of",
-    "public_name",
-    "rebound",
-    "rebound_error",
-    "refuse_complex",
-    "refuse_rebinding",
-    "refuse_shared_memory",
-    "refuse_unready",
-    "refuse_unrecordable",
-    "refuse_unregistered",
-    "storages",
-]
-
 # File, line, function.
 Line = Tuple[str, int, str]
 
@@ -48,7 +32,7 @@ _CONTAINERS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Unregistered:
+class _Unregistered:
     """An attribute of a module whose tensors torch does not find among its parameters.
 
     Attributes:
@@ -81,7 +65,7 @@ class Unregistered:
         return f"Write self.{attribute} = {self.instead}({value}) in __init__."
 
 
-def find_unregistered(module: nn.Module) -> Dict[int, Unregistered]:
+def find_unregistered(module: nn.Module) -> Dict[int, _Unregistered]:
     """Tensors in plain lists, tuples, sets and dicts of a module's parts, by identity.
 
     Args:
@@ -92,7 +76,7 @@ def find_unregistered(module: nn.Module) -> Dict[int, Unregistered]:
         parameter of the module, the attribute that holds them.
     """
     registered = {id(p) for p in module.parameters()}
-    result: Dict[int, Unregistered] = {}
+    result: Dict[int, _Unregistered] = {}
     for prefix, part in module.named_modules():
         for attribute, value in vars(part).items():
             # Recurrent layers of torch's have a list of their own parameters, or what stands for
@@ -104,7 +88,9 @@ def find_unregistered(module: nn.Module) -> Dict[int, Unregistered]:
                 if id(tensor) in registered or id(tensor) in result:
                     continue
                 kind, instead = _registering(value, content)
-                result[id(tensor)] = Unregistered(name, type(part).__name__, kind, content, instead)
+                result[id(tensor)] = _Unregistered(
+                    name, type(part).__name__, kind, content, instead
+                )
     return result
 
 

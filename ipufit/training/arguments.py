@@ -33,8 +33,6 @@ from ipufit.utils.error_collector import ErrorCollector, at_least
 if TYPE_CHECKING:
     from ipufit.checkpoint.training_state import RestoredState
 
-__all__ = ["FitConfig", "InferenceConfig"]
-
 
 @dataclasses.dataclass(frozen=True)
 class InferenceConfig(JobSpec):

@@ -19,18 +19,6 @@ from ipufit.errors import ConfigurationError, PlanError
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
-__all__ = [
-    "FitData",
-    "FitRequest",
-    "InferenceRequest",
-    "inference_plan",
-    "plan_of_fit",
-    "refuse_unused",
-    "resolve_limit",
-    "resolve_prefetch",
-    "updates_per_epoch",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class FitRequest:
@@ -143,7 +131,7 @@ class FitData:
             if request.steps_per_epoch is not None:
                 self._steps = at_least("steps_per_epoch", request.steps_per_epoch, 1, " or None")
         with faults.collect():
-            refuse_rivals(request.steps_per_epoch, loading, self.validation)
+            _refuse_rivals(request.steps_per_epoch, loading, self.validation)
             if loading.overfit_batches is not None and request.data.shuffle is True:
                 raise ConfigurationError(
                     "overfit_batches reads the same batches in every epoch, but shuffle=True "
@@ -190,7 +178,7 @@ class FitData:
         request, source = self._request, self.source or DataAdapter([], "training data")
         work = request.ipus, request.device_iterations, request.gradient_accumulation
         with self._faults.collect():
-            return training_plan(
+            return _training_plan(
                 self._session, source, work, self._steps, int(self.loading.fast_dev_run)
             )
         return None
@@ -235,7 +223,7 @@ def _of_validation(error: PlanError, validation: Validation, names: List[str]) -
     return PlanError(faults, suggestion)
 
 
-def training_plan(
+def _training_plan(
     session: Session,
     source: DataAdapter,
     work: Tuple[Any, Any, Any],
@@ -393,7 +381,7 @@ def resolve_prefetch(
     return at_least("prefetch", prefetch, 0, " or None")
 
 
-def refuse_rivals(steps: object, loading: Loading, validation: Validation) -> None:
+def _refuse_rivals(steps: object, loading: Loading, validation: Validation) -> None:
     """Refuse ``steps_per_epoch`` and steps of a validation beside limits in batches.
 
     Raises:

@@ -26,8 +26,6 @@ from ipufit.partition.partition import Partitions
 from ipufit.partition.request import PartitionRequest, kind_of
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = ["SettingsSource"]
-
 T = TypeVar("T")
 ArgumentsT = TypeVar("ArgumentsT", bound=IpuArguments)
 
@@ -68,7 +66,7 @@ class SettingsSource:
                             "gradient_accumulation to fit."
                         )
             with faults.collect():
-                config = load_config(arguments.config)
+                config = _load_config(arguments.config)
                 return SettingsSource(config_settings.read_settings(config), config)
             return None
         read: Dict[str, Optional[PopTorchOptions]] = {}
@@ -120,10 +118,10 @@ class SettingsSource:
         recompute = _agreed_recompute(memory.recompute, settings.recompute, faults)
         partition, inference = arguments.partition, arguments.inference_partition
         with faults.collect():
-            partition, inference = divide(module, settings, partition, inference)
+            partition, inference = _divide(module, settings, partition, inference)
         serialize, inference_serialize = memory.serialize, memory.inference_serialize
         with faults.collect():
-            serialize, inference_serialize = cut_layers(
+            serialize, inference_serialize = _cut_layers(
                 module, settings, serialize, inference_serialize
             )
         return dataclasses.replace(
@@ -185,7 +183,7 @@ class SettingsSource:
         return config, options if made is None else made, settings, texts
 
 
-def load_config(config: object) -> IPUConfig:
+def _load_config(config: object) -> IPUConfig:
     """Load the configuration that ``compile`` was given; the user's own object stays as it is.
 
     Args:
@@ -250,7 +248,7 @@ def _agreed_recompute(
 Pair = Tuple[PartitionRequest, PartitionRequest]
 
 
-def divide(
+def _divide(
     module: nn.Module,
     settings: IpuSettings,
     training: PartitionRequest,
@@ -363,7 +361,7 @@ def _divide_mode(
 Cuts = Optional[Mapping[str, Any]]
 
 
-def cut_layers(
+def _cut_layers(
     module: nn.Module, settings: IpuSettings, serialize: Cuts, inference: Cuts
 ) -> Tuple[Cuts, Cuts]:
     """Return the layers that Memory cuts, in training and in inference, with those that are fixed.

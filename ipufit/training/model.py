@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ipufit.analysis.tuner import BatchSize, LearningRates
     from ipufit.planner.partition_plan import PartitionPlan
 
-__all__ = ["Model", "StepsModel", "load"]
-
 
 @with_hints()
 class Model(InspectionMixin):

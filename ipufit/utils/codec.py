@@ -20,21 +20,6 @@ from torch import Tensor, nn
 
 from ipufit.errors import CheckpointError
 
-__all__ = [
-    "MALFORMED",
-    "MAX_DEPTH",
-    "Codec",
-    "UnfitError",
-    "ValueType",
-    "advice_of",
-    "apart",
-    "decode",
-    "encode",
-    "reason_of",
-    "shown",
-    "why_not_stored",
-]
-
 _SHOWN = 80  # characters of a text from a file that an error repeats
 
 
@@ -77,7 +62,7 @@ def why_not_stored(tensor: Tensor) -> Optional[str]:
     return "a quantized tensor" if tensor.is_quantized else None
 
 
-def host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host, contiguous and in memory of its own."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
@@ -96,7 +81,7 @@ def apart(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
             and memory not in storages
         )
         storages.add(memory)
-        fitting[name] = tensor.detach() if is_fit else host_copy(tensor)
+        fitting[name] = tensor.detach() if is_fit else _host_copy(tensor)
     return fitting
 
 
@@ -252,7 +237,7 @@ class _Encoder:
             # No part of a path keeps a "~", so that this name is new.
             self._counts[name] = self._counts.get(name, 1) + 1
             name = f"{name}~{self._counts[name]}"
-        self.tensors[name] = host_copy(tensor)
+        self.tensors[name] = _host_copy(tensor)
         self._names[tensor] = name
         return name
 

@@ -11,18 +11,6 @@ from typing import Any, Literal, Mapping, Type, cast
 
 from ipufit.errors import ConfigurationError
 
-__all__ = [
-    "PACKAGE",
-    "TextReport",
-    "VerboseLevel",
-    "notebook_shell",
-    "preformatted",
-    "resolve_verbose",
-    "say",
-    "say_dev_run",
-    "warn_user",
-]
-
 # The folder of the package, with a separator at its end, as code objects name their files.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 

@@ -12,8 +12,6 @@ from typing import Any, Dict, Iterator, List, Optional, Type, TypeVar, Union, ge
 
 from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
 
-__all__ = ["ErrorCollector", "SettingsRepr", "at_least", "folder_of", "one_of"]
-
 T = TypeVar("T")
 
 # The names that the present call has wrong, until the collector of the call takes them over.

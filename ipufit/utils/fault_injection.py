@@ -17,8 +17,6 @@ from ipufit.errors import (
 )
 from ipufit.utils.error_collector import at_least, one_of
 
-__all__ = ["Fault", "check_disk", "inject", "raise_injected_fault"]
-
 
 @dataclasses.dataclass
 class Fault:
@@ -75,7 +73,7 @@ def inject(fault: str, at_update: int) -> Iterator[Fault]:
                 waiting.remove(planned)
 
 
-class FallibleProgram(Protocol):
+class _FallibleProgram(Protocol):
     """The part of a program that a drill needs."""
 
     @property
@@ -86,7 +84,7 @@ class FallibleProgram(Protocol):
         """Raise what a failing device would raise, where the program has a device."""
 
 
-def raise_injected_fault(program: FallibleProgram, updates: int) -> None:
+def raise_injected_fault(program: _FallibleProgram, updates: int) -> None:
     """Let go wrong what was asked for in one of these updates.
 
     Args:

@@ -12,11 +12,6 @@ from typing import Callable, Container, Dict, Mapping, Optional, Sequence, Type,
 from ipufit.errors import ConfigurationError, IpufitError, UnknownArgumentError
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = [
-    *("REPLACEMENTS", "RESERVED", "check_log_name", "hinting", "in_validation"),
-    *("matches_pattern", "with_hints"),
-]
-
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 

@@ -6,8 +6,6 @@ import contextlib
 import time
 from typing import Any, ContextManager, Dict, Iterator, List, Sequence, TypeVar
 
-__all__ = ["NO_CLOCK", "PHASES", "PHASE_NAMES", "Clock", "NoClock", "Span"]
-
 T = TypeVar("T")
 
 # By what they are called, in the order in which an execution meets them; the last two stand beside

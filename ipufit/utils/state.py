@@ -24,30 +24,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ipufit.utils.devices import accelerator_states, set_accelerator_states
 from ipufit.utils.interrupts import defer_sigint
 
-__all__ = [
-    "MEMBERS",
-    "Place",
-    "ValueSnapshot",
-    "as_pairs",
-    "call_with",
-    "copied",
-    "copy_optimizer_state",
-    "device_of",
-    "eval_mode",
-    "fork_rng",
-    "generator_states",
-    "generators_of",
-    "is_of_torch",
-    "load_optimizer_state",
-    "preserve_state",
-    "recurrent_on_gpu",
-    "refill",
-    "same_values",
-    "set_generators",
-    "train_mode",
-    "watch_modules",
-]
-
 
 def device_of(module: nn.Module) -> torch.device:
     """Device of a module's first parameter; the CPU for a module without one."""

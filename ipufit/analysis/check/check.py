@@ -42,14 +42,12 @@ from ipufit.training.summary import no_batch, sample_of
 from ipufit.utils.random_streams import isolated, seed_generators
 from ipufit.utils.state import eval_mode, replaced, train_mode
 
-__all__ = ["checked", "checked_sample"]
-
 # Where torch's generator starts in every run: only then may results be compared.
 _KEY = 0x1F17
 
 
 @dataclasses.dataclass
-class CheckSuite:
+class _CheckSuite:
     """Runs a module in one mode and compares the runs.
 
     Args:
@@ -279,10 +277,10 @@ def _run_check(
             findings.add(*mode_findings(tested.step))
             loss_module = loss.module if loss is not None else None
             with train_mode(module, loss_module):
-                with_gradient = CheckSuite(tested, pristine, findings, True).run()
+                with_gradient = _CheckSuite(tested, pristine, findings, True).run()
             notes = replaced((findings, "note", " in eval mode"))
             with eval_mode(module, loss_module), notes:
-                CheckSuite(tested, pristine, findings, False).run()
+                _CheckSuite(tested, pristine, findings, False).run()
         findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
         facts = tested.facts or LossFacts()
         doubts = facts.doubts if loss is not None else ()

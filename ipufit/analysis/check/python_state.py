@@ -25,16 +25,14 @@ from ipufit.utils.random_streams import (
 )
 from ipufit.utils.state import MEMBERS, copied, is_of_torch, refill, same_values
 
-__all__ = ["Change", "OwnedName", "PythonSnapshot", "write_back"]
-
 _PLAIN = (*PLAIN, torch.Size, torch.dtype, torch.device)
-CONTAINERS = (list, dict, set, collections.deque)
+_CONTAINERS = (list, dict, set, collections.deque)
 # Levels of containers and of objects in objects.
-DEEP = 3
+_DEEP = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueOwner:
+class _ValueOwner:
     """Something with names: an object, a class, or the globals of a file.
 
     Attributes:
@@ -60,7 +58,7 @@ class ValueOwner:
             return True
         if self.kind == "global" or isinstance(self.thing, type):
             return not name.startswith("__") and (
-                isinstance(value, (*_PLAIN, *CONTAINERS, Tensor))
+                isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor))
                 or generator_state(value) is not None
             )
         return name not in MEMBERS
@@ -87,7 +85,7 @@ class ValueOwner:
 class OwnedName:
     """A name in the namespace of an owner."""
 
-    owner: ValueOwner
+    owner: _ValueOwner
     name: str
 
     @property
@@ -117,7 +115,7 @@ class _Cells(Dict[str, object]):
         self._cells[name].cell_contents = value
 
 
-def owners_of(step: ModuleWithLoss) -> Iterator[ValueOwner]:
+def _owners_of(step: ModuleWithLoss) -> Iterator[_ValueOwner]:
     """Yield modules, callables of the loss, objects in them, their classes and files."""
     visited: Set[int] = set()
     functions: List[object] = [None if step.loss is None else step.loss.function]
@@ -126,18 +124,18 @@ def owners_of(step: ModuleWithLoss) -> Iterator[ValueOwner]:
             continue
         visited.add(id(part))
         kind = type(part)
-        yield ValueOwner(part, kind.__name__, is_torchs=is_of_torch(part))
+        yield _ValueOwner(part, kind.__name__, is_torchs=is_of_torch(part))
         if isinstance(part, nn.Module):
             for members in MEMBERS:
-                yield ValueOwner(part, members, "members", mapping=vars(part)[members])
-        yield from _owned_objects(part, kind.__name__, visited, DEEP)
+                yield _ValueOwner(part, members, "members", mapping=vars(part)[members])
+        yield from _owned_objects(part, kind.__name__, visited, _DEEP)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             functions += list(vars(part).get(hooks, {}).values())
         functions += [kind.__dict__.get(name) for name in ("forward", "__call__")]
         for base in kind.__mro__:
             if users_module(base) and id(base) not in visited:
                 visited.add(id(base))
-                yield ValueOwner(base, base.__name__)
+                yield _ValueOwner(base, base.__name__)
                 yield from _file_of(base, visited)
                 functions += [f for f in vars(base).values() if inspect.isfunction(f)]
     for function in functions:
@@ -147,17 +145,19 @@ def owners_of(step: ModuleWithLoss) -> Iterator[ValueOwner]:
             yield from _file_of(function, visited)
             if function.__closure__ and id(function) not in visited:
                 visited.add(id(function))
-                yield ValueOwner(function, "", "global", mapping=_Cells(function))
+                yield _ValueOwner(function, "", "global", mapping=_Cells(function))
 
 
-def _file_of(thing: object, visited: Set[int]) -> Iterator[ValueOwner]:
+def _file_of(thing: object, visited: Set[int]) -> Iterator[_ValueOwner]:
     module = sys.modules.get(thing.__module__)
     if module is not None and id(module) not in visited:
         visited.add(id(module))
-        yield ValueOwner(module, "", "global")
+        yield _ValueOwner(module, "", "global")
 
 
-def _owned_objects(part: object, title: str, visited: Set[int], depth: int) -> Iterator[ValueOwner]:
+def _owned_objects(
+    part: object, title: str, visited: Set[int], depth: int
+) -> Iterator[_ValueOwner]:
     """Yield attributes of classes of the user, such as a configuration or a state."""
     for name, value in list(vars(part).items()):
         kind = type(value)
@@ -166,7 +166,7 @@ def _owned_objects(part: object, title: str, visited: Set[int], depth: int) -> I
             continue
         if users_module(kind) and id(value) not in visited and depth:
             visited.add(id(value))
-            yield ValueOwner(value, f"{title}.{name}")
+            yield _ValueOwner(value, f"{title}.{name}")
             yield from _owned_objects(value, f"{title}.{name}", visited, depth - 1)
 
 
@@ -204,22 +204,22 @@ class PythonSnapshot:
     """
 
     def __init__(self, step: ModuleWithLoss) -> None:
-        self._saved: List[Tuple[ValueOwner, Dict[str, object]]] = []
+        self._saved: List[Tuple[_ValueOwner, Dict[str, object]]] = []
         self._contents: Dict[int, Tuple[OwnedName, object, object]] = {}
         self._tensors: Dict[int, Tuple[OwnedName, Tensor, Tensor]] = {}
         self._generators: Dict[int, Tuple[OwnedName, object, object]] = {}
-        for owner in owners_of(step):
+        for owner in _owners_of(step):
             names = owner.namespace()
             self._saved.append((owner, names))
             for name, value in names.items():
-                self._keep(OwnedName(owner, name), value, DEEP)
+                self._keep(OwnedName(owner, name), value, _DEEP)
         self.interpreter = Generators()
 
     def _keep(self, place: OwnedName, value: object, depth: int) -> None:
         if isinstance(value, Tensor):
             if place.owner.kind != "members" and not value.is_meta:
                 self._tensors[id(value)] = (place, value, value.detach().clone())
-        elif isinstance(value, CONTAINERS):
+        elif isinstance(value, _CONTAINERS):
             if id(value) not in self._contents:
                 self._contents[id(value)] = (place, value, copied(value))
                 inner = list(value.values()) if isinstance(value, dict) else list(value)
@@ -299,7 +299,7 @@ _NOTHING = object()
 
 def _content(value: object) -> object:
     """Return a value that differs after any change of a container; None for other values."""
-    if not isinstance(value, CONTAINERS):
+    if not isinstance(value, _CONTAINERS):
         return None
     if len(value) > _MOST:
         return len(value)

@@ -35,9 +35,6 @@ from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import device_of, fork_rng, train_mode
 
-__all__ = ["check_invariance", "compare"]
-
-
 # Relative and absolute; None for those of the dtype.
 Tolerances = Tuple[Optional[float], Optional[float]]
 

@@ -12,18 +12,6 @@ from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 from ipufit.processes import current
 
-__all__ = [
-    "APPROXIMATED",
-    "ENGINES",
-    "EXACT",
-    "NONE",
-    "Effect",
-    "EffectReport",
-    "parameter_effects",
-    "setter_effects",
-    "trains_over_processes",
-]
-
 EXACT, APPROXIMATED, NONE = "exact", "approximated", "no effect here"
 ENGINES = ("embedded", "ipu", "ipu-standin")
 

@@ -32,11 +32,9 @@ from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import trace_with
 from ipufit.utils.state import ValueSnapshot
 
-__all__ = ["IpuStep", "Traced", "counts_batches"]
-
 
 @contextlib.contextmanager
-def in_place_of(original: Optional[nn.Module], copied: nn.Module) -> Iterator[None]:
+def _in_place_of(original: Optional[nn.Module], copied: nn.Module) -> Iterator[None]:
     """In the block the user's module has the parameters and buffers of its copy.
 
     A loss that is a function may read them through the user's module, as a penalty of weights does.
@@ -152,7 +150,7 @@ class IpuStep(StepModule):
         attributes = ValueSnapshot(self.owners())
         recompute = self._recompute if self.trains else ()
         checkpointed = checkpoint_outputs(self._sdk, self.net, recompute)
-        borrowed = in_place_of(self.original[0] if self.original else None, self.net)
+        borrowed = _in_place_of(self.original[0] if self.original else None, self.net)
         with collecting() as entries, trace_with(self._sdk), checkpointed, borrowed:
             outputs, term = self._call(batch, valid)
         refuse_rebinding(self, tensors_by_name, places)

@@ -23,8 +23,6 @@ from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.validate import refuse_complex, refuse_shared_memory, refuse_unrecordable
 from ipufit.utils.state import copy_optimizer_state
 
-__all__ = ["PoptorchTrainingProgram"]
-
 _OF_AN_UPDATE = "the micro-batches of an update on an IPU have one shape"
 # Settings of an optimizer in one update, by parameter group.
 OptimizerRow = Sequence[Mapping[str, Any]]

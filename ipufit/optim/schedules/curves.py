@@ -11,19 +11,6 @@ from typing import Callable, Dict, Literal, Optional, SupportsIndex, Tuple, Type
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.utils.error_collector import SettingsRepr, at_least, one_of
 
-__all__ = [
-    "ENDLESS",
-    "WSD",
-    "Constant",
-    "Cosine",
-    "Curve",
-    "Linear",
-    "OneCycle",
-    "Polynomial",
-    "curve_by_name",
-    "resolve_length",
-]
-
 DecayShape = Literal["cosine", "linear", "1-sqrt"]
 CycleShape = Literal["cosine", "linear"]
 

@@ -25,11 +25,9 @@ from ipufit.optim.schedules.schedule import (
 from ipufit.optim.several import members_of
 from ipufit.utils.error_collector import one_of
 
-__all__ = ["AtEpochEnd", "EveryBatches", "check_form", "resolve_schedule"]
-
 
 @dataclasses.dataclass(frozen=True)
-class ScheduledGroups:
+class _ScheduledGroups:
     """Functions that hold for some parameter groups.
 
     Attributes:
@@ -41,7 +39,7 @@ class ScheduledGroups:
     functions: Mapping[str, Callable[[int], object]]
 
 
-class CallableSchedule(Schedule):
+class _CallableSchedule(Schedule):
     """Calls functions with the number of updates, or epochs, since ``compile``.
 
     Args:
@@ -54,7 +52,7 @@ class CallableSchedule(Schedule):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parts: Sequence[ScheduledGroups], per_update: bool
+        self, optimizer: torch.optim.Optimizer, parts: Sequence[_ScheduledGroups], per_update: bool
     ) -> None:
         super().__init__(optimizer, per_update)
         self._parts = parts
@@ -140,7 +138,7 @@ class CallableSchedule(Schedule):
         return restore
 
 
-class RunSchedule(CallableSchedule):
+class _RunSchedule(_CallableSchedule):
     """A curve over all updates of a run, or over its epochs; every ``fit`` is a run.
 
     Args:
@@ -166,7 +164,7 @@ class RunSchedule(CallableSchedule):
                 raise
             self._fault = str(error)
 
-    def _parts_of(self, optimizer: torch.optim.Optimizer) -> List[ScheduledGroups]:
+    def _parts_of(self, optimizer: torch.optim.Optimizer) -> List[_ScheduledGroups]:
         others: Dict[str, Callable[[int], object]] = {}
         curve = self._curve
         if isinstance(curve, OneCycle) and curve.momentum is not None:
@@ -185,7 +183,7 @@ class RunSchedule(CallableSchedule):
             rate = float(group.setdefault("initial_lr", float(group["lr"])))
             self._rates.append(rate)
             functions = {"lr": functools.partial(self._rate, rate), **others}
-            parts.append(ScheduledGroups([index], functions))
+            parts.append(_ScheduledGroups([index], functions))
         return parts
 
     def _rate(self, rate: float, place: int) -> float:
@@ -419,8 +417,8 @@ def _stepped(
     if isinstance(scheduler, str):
         scheduler = curve_by_name(scheduler)
     if isinstance(scheduler, Curve):
-        return RunSchedule(optimizer, scheduler, per_update)
-    return CallableSchedule(optimizer, _parts(scheduler, len(optimizer.param_groups)), per_update)
+        return _RunSchedule(optimizer, scheduler, per_update)
+    return _CallableSchedule(optimizer, _parts(scheduler, len(optimizer.param_groups)), per_update)
 
 
 def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
@@ -440,10 +438,10 @@ def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> Non
             )
 
 
-def _parts(scheduler: object, groups: int) -> List[ScheduledGroups]:
+def _parts(scheduler: object, groups: int) -> List[_ScheduledGroups]:
     if isinstance(scheduler, Mapping):
         _check_functions(scheduler)
-        return [ScheduledGroups(range(groups), dict(scheduler))]
+        return [_ScheduledGroups(range(groups), dict(scheduler))]
     if (
         isinstance(scheduler, list)
         and scheduler
@@ -457,7 +455,7 @@ def _parts(scheduler: object, groups: int) -> List[ScheduledGroups]:
             )
         for one in scheduler:
             _check_functions(one, empty=any(scheduler))
-        return [ScheduledGroups([index], dict(one)) for index, one in enumerate(scheduler)]
+        return [_ScheduledGroups([index], dict(one)) for index, one in enumerate(scheduler)]
     if isinstance(scheduler, type):
         name = scheduler.__name__
         instead = f"functools.partial({name}, ...), which is called with the optimizer"

@@ -33,8 +33,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ipufit.errors import ConfigurationError
 from ipufit.optim.schedules import settings
 
-__all__ = ["Schedule", "Scheduler", "TorchSchedule", "parts"]
-
 # torch has a program's steps for those of a loop that forgot optimizer.step(); SequentialLR itself
 # passes an epoch on torch 2.0.1.
 _FALSE_WARNINGS = (

@@ -17,19 +17,6 @@ from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import current_tracer
 
-__all__ = [
-    "BRANCH",
-    "REPEAT",
-    "Body",
-    "TensorSpec",
-    "bodies_in",
-    "cond",
-    "everywhere",
-    "for_loop",
-    "record",
-    "renumber",
-]
-
 
 class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor."""
@@ -50,7 +37,7 @@ class Body:
     def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, TensorSpec]]) -> None:
         self.graph = graph
         self.results = [TensorSpec(result.shape, result.dtype) for result in results]
-        self.number = BODIES.add(self)
+        self.number = _BODIES.add(self)
         self._half = makes_half(graph)
         self._writes = bool(Memories(graph.graph).writes)
 
@@ -67,7 +54,7 @@ class Body:
             return list(self.graph(*arguments))
 
 
-BODIES: Numbered[Body] = Numbered("the body of a poptorch.for_loop or poptorch.cond")
+_BODIES: Numbered[Body] = Numbered("the body of a poptorch.for_loop or poptorch.cond")
 
 
 def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> List[Tensor]:
@@ -84,7 +71,7 @@ def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> Lis
 def _run_repeat(
     inputs: List[Tensor], captured: List[Tensor], count: int, body: int
 ) -> List[Tensor]:
-    recorded = BODIES[body]
+    recorded = _BODIES[body]
     state = list(inputs)
     for _ in range(count):
         state = recorded.run(state, captured)
@@ -110,11 +97,11 @@ def _run_branch(
     number, inputs, captured = then_body, then_inputs, then_captured
     if not condition.item():
         number, inputs, captured = else_body, else_inputs, else_captured
-    return _without_aliases(BODIES[number].run(inputs, captured), [*inputs, *captured])
+    return _without_aliases(_BODIES[number].run(inputs, captured), [*inputs, *captured])
 
 
 def _shape_branch(condition: Tensor, *rest: Any) -> List[Tensor]:
-    results = BODIES[rest[4]].results
+    results = _BODIES[rest[4]].results
     return [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in results]
 
 
@@ -231,7 +218,7 @@ def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
     yield graph
     for node in graph.graph.nodes:
         for number in _called(node):
-            yield from everywhere(BODIES[number].graph)
+            yield from everywhere(_BODIES[number].graph)
 
 
 def _body_positions(node: fx.Node) -> Tuple[int, ...]:
@@ -248,7 +235,7 @@ def _called(node: fx.Node) -> List[int]:
 def bodies_in(graph: fx.GraphModule) -> Dict[int, Body]:
     """Map numbers to the bodies that a graph calls, at any depth; inner bodies come first."""
     numbers = {n for g in everywhere(graph) for node in g.graph.nodes for n in _called(node)}
-    return {number: BODIES[number] for number in sorted(numbers)}
+    return {number: _BODIES[number] for number in sorted(numbers)}
 
 
 def renumber(graph: fx.GraphModule, numbers: Mapping[int, int]) -> None:

@@ -14,19 +14,6 @@ from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorSt
 from ipufit.poptorch._tracing import define, need_kind, tracing
 from ipufit.tracing.ipu_only import report_hint
 
-__all__ = [
-    "LOSSES",
-    "identity_loss",
-    "nop",
-    "recomputationCheckpoint",
-    "resolve_overlaps",
-    "serializedMatMul",
-    "set_available_memory",
-    "set_overlap_for_input",
-    "set_overlap_for_output",
-]
-
-
 T = TypeVar("T")
 
 

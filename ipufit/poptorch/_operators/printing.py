@@ -14,10 +14,7 @@ from ipufit.poptorch._tracing import define, need_kind, tracing
 from ipufit.tracing.ipu_only import is_for_this_engine
 from ipufit.utils.console import warn_user
 
-__all__ = ["Style", "ipu_print_tensor", "text_of"]
-
-
-FLOAT_FORMATS = ("auto", "fixed", "scientific", "none")
+_FLOAT_FORMATS = ("auto", "fixed", "scientific", "none")
 
 # A fixed format would show a smaller number as nothing but zeros.
 _SMALLEST_FIXED = 1e-4
@@ -200,9 +197,9 @@ def ipu_print_tensor(
     """
     expectation = "ipu print tensor must take a torch.tensor argument."
     need_kind(tensor, Tensor, expectation, "Print Python values with print().")
-    if float_format not in FLOAT_FORMATS:
+    if float_format not in _FLOAT_FORMATS:
         raise error(
-            f"ipu print tensor expects float_format to be one of {', '.join(FLOAT_FORMATS)}, got "
+            f"ipu print tensor expects float_format to be one of {', '.join(_FLOAT_FORMATS)}, got "
             f"{float_format!r}. Leave it out for auto."
         )
     trace = tracing()

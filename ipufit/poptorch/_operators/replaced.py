@@ -13,8 +13,6 @@ from ipufit.poptorch._tracing import tensors_in, tracing
 from ipufit.tracing import recurrent
 from ipufit.tracing.unread_values import ctc_loss_and_gradient, one_hot_by_comparison
 
-__all__ = ["REPLACED"]
-
 
 class _Product(torch.autograd.Function):
     """Product of scattered numbers, whose gradient reads no values, unlike that of torch 2.0.
@@ -89,7 +87,7 @@ def scatter_reduce(
     )
 
 
-def index_reduce(
+def _index_reduce(
     input: Tensor,
     dim: int,
     index: Tensor,
@@ -108,7 +106,7 @@ def index_reduce(
     return _product(torch.index_reduce, input, dim, index, source, reduce, include_self, scattered)
 
 
-def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the in-place variant of a function, which changes its first argument."""
 
     def changed(input: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -118,7 +116,7 @@ def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return changed
 
 
-def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0) -> Tensor:
+def _bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0) -> Tensor:
     """Count how often each number under ``minlength`` occurs; larger ones are not counted."""
     if weights is None:
         weights = torch.ones(input.shape, dtype=torch.int64, device=input.device)
@@ -162,7 +160,7 @@ def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def batch_norm(
+def _batch_norm(
     input: Tensor,
     running_mean: Optional[Tensor],
     running_var: Optional[Tensor],
@@ -185,13 +183,13 @@ def batch_norm(
     return normalised
 
 
-def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute ``torch.nn.functional.mse_loss``, with a gradient for operands of two dtypes."""
     dtype = torch.promote_types(input.dtype, target.dtype)
     return F.mse_loss(input.to(dtype), target.to(dtype), *args, **kwargs)
 
 
-def kl_div(
+def _kl_div(
     input: Tensor,
     target: Tensor,
     size_average: Optional[bool] = None,
@@ -258,24 +256,24 @@ def _assign(tensor: Tensor, places: Any, values: Any) -> None:
 REPLACED: Dict[object, Callable[..., object]] = {
     **{getattr(torch, kind): _whole(kind) for kind in recurrent.KINDS},
     Tensor.__setitem__: _assign,
-    torch.bincount: bincount,
-    Tensor.bincount: bincount,
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
     F.one_hot: one_hot_by_comparison,
     F.ctc_loss: lambda *args, **kwargs: ctc_loss_and_gradient(*args, **kwargs)[0],
     torch.ctc_loss: lambda *args, **kwargs: ctc_loss_and_gradient(*args, **kwargs)[0],
-    F.batch_norm: batch_norm,
+    F.batch_norm: _batch_norm,
     F.instance_norm: _in_single(F.instance_norm),
-    F.kl_div: kl_div,
+    F.kl_div: _kl_div,
     F.max_pool3d: _in_single(F.max_pool3d),
     F.max_pool3d_with_indices: _in_single(F.max_pool3d_with_indices),
-    F.mse_loss: mse_loss,
+    F.mse_loss: _mse_loss,
     F.rrelu: _in_single(F.rrelu),
     torch.scatter_reduce: scatter_reduce,
     Tensor.scatter_reduce: scatter_reduce,
-    Tensor.scatter_reduce_: in_place(scatter_reduce),
-    torch.index_reduce: index_reduce,
-    Tensor.index_reduce: index_reduce,
-    Tensor.index_reduce_: in_place(index_reduce),
+    Tensor.scatter_reduce_: _in_place(scatter_reduce),
+    torch.index_reduce: _index_reduce,
+    Tensor.index_reduce: _index_reduce,
+    Tensor.index_reduce_: _in_place(_index_reduce),
     torch.cumprod: _typed_by_out(torch.cumprod),
     torch.cumsum: _typed_by_out(torch.cumsum),
 }

@@ -16,13 +16,6 @@ from ipufit.poptorch._operators.replaced import REPLACED
 from ipufit.poptorch._tracing import tracing
 from ipufit.tracing import recurrent
 
-__all__ = [
-    "CASTS",
-    "call",
-    "cast",
-    "check_supported",
-]
-
 Arguments = Dict[str, Any]
 
 
@@ -238,7 +231,7 @@ def _bool(value: object) -> object:
     return value
 
 
-def with_bool_masks(
+def _with_bool_masks(
     func: object, args: Sequence[object], kwargs: Dict[str, object]
 ) -> Sequence[object]:
     """Return the positional arguments with bool masks; those in ``kwargs`` are replaced there."""
@@ -263,7 +256,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, object]) -> Any:
     if func is Tensor.__getitem__ and slices.has_tensor_bounds(args[1]):
         return slices.getitem(args[0], args[1])
     args, kwargs = cast(func, args, kwargs)
-    args = with_bool_masks(func, args, kwargs)
+    args = _with_bool_masks(func, args, kwargs)
     result = REPLACED.get(func, func)(*args, **kwargs)
     trace = tracing()
     if func not in LOSSES or trace is None:

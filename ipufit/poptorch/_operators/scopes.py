@@ -14,21 +14,6 @@ from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._tracing import graph_so_far, tracing
 
-__all__ = [
-    "BeginBlock",
-    "Block",
-    "BlockFunction",
-    "LegacyBeginBlockFn",
-    "MultiConv",
-    "NameScope",
-    "module_repr",
-    "pop_name_scope",
-    "print",
-    "push_name_scope",
-    "removeBlocks",
-]
-
-
 T = TypeVar("T")
 
 

@@ -13,9 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._tracing import define, need_kind
 
-__all__ = ["ctc_beam_search_decoder", "fps", "nearest"]
-
-
 Path = Tuple[int, ...]
 # Log-probability of the alignments so far that end in a blank, and of those that don't.
 Ends = Tuple[float, float]

@@ -12,21 +12,6 @@ from ipufit.poptorch import enums
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._options.group import OptionGroup, need_type
 
-__all__ = [
-    "STRATEGIES",
-    "Attribute",
-    "BlockId",
-    "ExecutionOptions",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PipelinedExecution",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "Stage",
-    "_IExecutionStrategy",
-    "_IPhasedExecution",
-]
-
 BlockId = str
 
 

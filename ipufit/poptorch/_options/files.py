@@ -17,14 +17,6 @@ from ipufit.poptorch._options.group import (
     nearest,
 )
 
-__all__ = [
-    "ENUMS",
-    "ConfigFileError",
-    "apply_file",
-    "apply_json",
-    "member",
-]
-
 ENUMS: Dict[str, Type[enum.Enum]] = {name: getattr(enums, name) for name in enums.__all__}
 
 _GROUPS = ("Distributed", "Jit", "Precision", "TensorLocations", "Training", "_Popart")

@@ -12,20 +12,6 @@ import torch
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import logger
 
-__all__ = [
-    "OptionGroup",
-    "TensorLocationSettings",
-    "_DistributedOptions",
-    "_JitOptions",
-    "_PopartOptions",
-    "_PrecisionOptions",
-    "_TensorLocationOptions",
-    "_TrainingOptions",
-    "nearest",
-    "need_type",
-]
-
-
 Self = TypeVar("Self", bound="Freezable")
 Group = TypeVar("Group", bound="OptionGroup")
 

@@ -22,14 +22,6 @@ from ipufit.report.page.sections import (
 from ipufit.report.run import NamedRuns, Run, binned, ends, samples_per_second, total
 from ipufit.utils.phase_timer import PHASE_NAMES, PHASES
 
-__all__ = [
-    "OVER_RUN",
-    "columns",
-    "curves",
-    "phases",
-    "places_of",
-]
-
 # Values of run.json, each with its epoch or update; what is not finite is text.
 Pairs = List[Tuple[int, Union[float, str, None]]]
 

@@ -27,15 +27,13 @@ from ipufit.report.page.summary import summary, warnings_section
 from ipufit.report.run import NamedRuns, Run
 from ipufit.utils.files import write_text
 
-__all__ = ["render_page", "render_section", "render_state", "write_page"]
 
-
-def digest(script: bytes) -> str:
+def _digest(script: bytes) -> str:
     """Return the digest by which a Content-Security-Policy names a script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode('ascii')}'"
 
 
-def policy(scripts: Sequence[str], live: bool) -> str:
+def _policy(scripts: Sequence[str], live: bool) -> str:
     """Return a Content-Security-Policy: own scripts alone, and no other server.
 
     Args:
@@ -78,7 +76,7 @@ def library() -> Tuple[str, str]:
         )
     text = _called_at_once(script)
     packed = gzip.compress(text, 6, mtime=0)
-    return base64.b64encode(packed).decode("ascii"), digest(text)
+    return base64.b64encode(packed).decode("ascii"), _digest(text)
 
 
 def _called_at_once(text: bytes) -> bytes:
@@ -152,7 +150,7 @@ def render_page(runs: Sequence[Run], live: bool = False) -> str:
         ),
         live=live,
         plotly=Markup(packed),
-        policy=policy([digest(script.encode("utf-8")), plotly_digest], live),
+        policy=_policy([_digest(script.encode("utf-8")), plotly_digest], live),
         script=Markup(script),
         title=" and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs)),
     )

@@ -10,8 +10,6 @@ from ipufit.report.files import Facts
 from ipufit.report.page import texts
 from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
 
-__all__ = ["OperatorTotals", "grouped", "layers", "operators", "place_of"]
-
 # Rows of a table, and bars, at most.
 _MOST, _BARS, _LAYERS = 600, 20, 2000
 

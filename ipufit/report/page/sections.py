@@ -9,20 +9,6 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Unio
 
 from ipufit.report.files import Facts
 
-__all__ = [
-    "CONFIG",
-    "DRAWN",
-    "POINTS",
-    "Chart",
-    "Section",
-    "Series",
-    "Value",
-    "lacking",
-    "look",
-    "rounded",
-    "thinned",
-]
-
 # Points of a line at most, but for the losses of executions, which are bounded already.
 POINTS = 4000
 # Points of a line in a picture, about: more would share the columns of a screen. All are in the

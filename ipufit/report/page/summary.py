@@ -12,8 +12,6 @@ from ipufit.report.page import texts
 from ipufit.report.page.sections import Section
 from ipufit.report.run import NamedRuns, Run, samples_per_second, total
 
-__all__ = ["Final", "final_values", "headline", "notices", "summary", "warnings_section"]
-
 
 def headline(run: Run) -> Dict[str, str]:
     """Return the key figures of a run, by name; when it began is a text in ISO 8601."""

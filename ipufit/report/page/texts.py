@@ -9,23 +9,6 @@ from typing import Callable, Dict, Optional, Tuple
 
 from ipufit.planner import rendering
 
-__all__ = [
-    "DASH",
-    "FILTERS",
-    "count",
-    "number",
-    "part_of",
-    "rate",
-    "real",
-    "scale",
-    "seconds",
-    "setting",
-    "share",
-    "size",
-    "speed",
-    "work",
-]
-
 DASH = "–"
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))

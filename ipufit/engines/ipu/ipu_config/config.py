@@ -35,9 +35,6 @@ from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
 from ipufit.errors import ConfigurationError
 from ipufit.utils.files import write_text
 
-__all__ = ["IPUConfig"]
-
-
 Memory = Union[float, Sequence[float]]
 
 _MODES = ("training", "inference")

@@ -13,19 +13,6 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, SupportsIndex,
 from ipufit.core import CONFIG_OUTPUT_MODES, ConfigOutputMode
 from ipufit.partition.serialization import side_by_side
 
-__all__ = [
-    "PARAMETERS",
-    "IpuLayout",
-    "Parameter",
-    "ParameterValues",
-    "check_value",
-    "is_default",
-    "nearest",
-    "shown",
-    "twin",
-    "values_of",
-]
-
 _TWIN = "inference_"
 
 
@@ -34,7 +21,7 @@ class _UnfitError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class _Kind:
     """A set of values.
 
     Attributes:
@@ -58,7 +45,7 @@ class Parameter:
     """
 
     default: object
-    kind: Kind
+    kind: _Kind
 
     @property
     def optional(self) -> bool:
@@ -148,26 +135,26 @@ def _keywords(value: object) -> Dict[str, object]:
     return dict(value)
 
 
-_COUNT = Kind("an integer of at least 1", "1", lambda value: _whole(value, 1))
-_LAYERS = Kind(
+_COUNT = _Kind("an integer of at least 1", "1", lambda value: _whole(value, 1))
+_LAYERS = _Kind(
     "a list with the number of layers on each IPU, -1 for an even share of the rest",
     "[2, -1]",
     lambda value: _wholes(value, -1),
 )
-_SPLITS = Kind(
+_SPLITS = _Kind(
     "a list with the number of splits on each IPU",
     "[0, 2, 2, 0]",
     _splits,
 )
-_MEMORY = Kind("a number from 0 to 1, or a list with one for each IPU", "0.2", _proportions)
-_FLAG = Kind("True or False", "True", _flag)
-_SEED = Kind("an integer of at least 0 and less than 2**64", "0", _seed)
-_MODE = Kind(f"one of {', '.join(map(repr, CONFIG_OUTPUT_MODES))}", "'final'", _mode)
-_FOLDER = Kind("the path of a folder as a string, '' for none", "''", _folder)
-_KEYWORDS = Kind("a dict by names of arguments", "{}", _keywords)
+_MEMORY = _Kind("a number from 0 to 1, or a list with one for each IPU", "0.2", _proportions)
+_FLAG = _Kind("True or False", "True", _flag)
+_SEED = _Kind("an integer of at least 0 and less than 2**64", "0", _seed)
+_MODE = _Kind(f"one of {', '.join(map(repr, CONFIG_OUTPUT_MODES))}", "'final'", _mode)
+_FOLDER = _Kind("the path of a folder as a string, '' for none", "''", _folder)
+_KEYWORDS = _Kind("a dict by names of arguments", "{}", _keywords)
 
 
-def _parameter(default: object, kind: Kind) -> Any:
+def _parameter(default: object, kind: _Kind) -> Any:
     """Describe a parameter in the place of its value, as ``dataclasses.field`` does."""
     return Parameter(default, kind)
 

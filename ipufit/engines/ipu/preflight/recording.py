@@ -42,9 +42,6 @@ from ipufit.tracing.user_lines import user_frame
 from ipufit.utils import tree
 from ipufit.utils.state import call_with, watch_modules
 
-__all__ = ["Recording", "record"]
-
-
 # What has no form but the one that changes its argument.
 _ONLY_IN_PLACE = frozenset({"copy_", "normal_", "uniform_", "random_", "exponential_"})
 _OTHER_NAMES = {"zero_": "zeros_like", "fill_": "full_like"}
@@ -56,7 +53,7 @@ _OLDER_NAMES = {
 }
 
 
-def outplace(name: str) -> str:
+def _outplace(name: str) -> str:
     """Return the name by which handlers know an operator, such as "aten::add" for "aten::add_"."""
     space, _, operator = name.partition("::")
     if operator in _OTHER_NAMES:
@@ -66,7 +63,7 @@ def outplace(name: str) -> str:
     return f"{space}::{_OLDER_NAMES.get(operator, operator)}"
 
 
-def shaped_by_poptorch(name: str, arguments: Mapping[str, Any]) -> Optional[Tensor]:
+def _shaped_by_poptorch(name: str, arguments: Mapping[str, Any]) -> Optional[Tensor]:
     """Make the empty result of an operator whose shape torch takes from values.
 
     PopTorch takes it from the arguments: poptorch/source/dispatch_tracer/RegisterMetaOps.cpp.inc,
@@ -94,7 +91,7 @@ def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 _IMPLICIT, _EXPLICIT = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode below autograd that takes operators apart as far as PopTorch has them."""
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -122,7 +119,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts = self._parts(func)
         arguments = _bound(func, args, kwargs)
         call = self._recorder.note(func, arguments, parts is None)
-        result: object = shaped_by_poptorch(call.name, arguments)
+        result: object = _shaped_by_poptorch(call.name, arguments)
         if result is None and parts is None:
             result = func(*args, **kwargs)
         elif result is None and parts is not None:
@@ -141,7 +138,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         implicit = _parts(func, _IMPLICIT)
         if implicit is not None:
             return implicit
-        if self._recorder.knows(outplace(func._schema.name)):
+        if self._recorder.knows(_outplace(func._schema.name)):
             return None
         return _parts(func, _EXPLICIT)
 
@@ -319,7 +316,7 @@ class _Recorder:
         self._note_moving(moving)
         try:
             hooks = watch_modules(self._on_call, self._on_return)
-            with hooks, Operators(self), torch.enable_grad():
+            with hooks, _Operators(self), torch.enable_grad():
                 below = torch._C._AutoDispatchBelowAutograd()
                 try:
                     yield
@@ -357,7 +354,7 @@ class _Recorder:
         constants = self.constants(arguments)
         tensor_arguments = {name for name, value in arguments.items() if tree.tensors(value)}
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
-        name = outplace(operator._schema.name)
+        name = _outplace(operator._schema.name)
         here = self.looked()
         call = DispatchedCall(
             name,
