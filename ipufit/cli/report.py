@@ -105,7 +105,7 @@ def _refuse_page(options: argparse.Namespace) -> None:
 
 
 def _own_page(folder: str) -> str:
-    from ipufit.report.files import PAGE
+    from ipufit.report.run import PAGE
 
     return os.path.join(folder, PAGE)
 

@@ -409,7 +409,7 @@ class Program(abc.ABC):
             batch: the micro-batch.
 
         Returns:
-            The values that ``ipufit/report/files.py`` describes; None if single operators can't be
+            The values that ``ipufit/report/run.py`` describes; None if single operators can't be
             timed.
         """
         return None

@@ -7,7 +7,7 @@ from typing import Dict, Iterator, List, Mapping, Optional, Tuple
 from ipufit.callbacks.history import best_place, direction_of
 from ipufit.planner.costs import by_ipu
 from ipufit.planner.rendering import share, size
-from ipufit.report.files import Facts
+from ipufit.report.run import Facts
 
 Columns = Mapping[str, List[float]]
 _Said = Tuple[str, str]

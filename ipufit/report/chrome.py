@@ -6,9 +6,8 @@ import json
 import math
 from typing import Dict, List, Mapping, Optional, Sequence, Set
 
-from ipufit.report.files import Facts, plain
 from ipufit.report.rows import ExecutionTable, columns_of
-from ipufit.report.run import Run
+from ipufit.report.run import Facts, Run, plain
 from ipufit.utils.phase_timer import PHASES
 
 # Numbers of executions, by column.

@@ -20,7 +20,7 @@ from ipufit.errors import IpufitError
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
 from ipufit.planner.plan_partition import plan_partition
-from ipufit.report.files import OF_PROCESS, OF_TENSORS
+from ipufit.report.run import OF_PROCESS, OF_TENSORS
 from ipufit.tracing.layers import layers_of, note_calls, output_shapes
 from ipufit.utils.devices import memory_of_tensors, name_of
 

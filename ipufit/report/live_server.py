@@ -14,8 +14,7 @@ import traceback
 from typing import Callable, Dict, Optional, Tuple, Union
 
 from ipufit.errors import ConfigurationError, IpufitError
-from ipufit.report.files import EXECUTIONS, FACTS
-from ipufit.report.run import Run
+from ipufit.report.run import EXECUTIONS, FACTS, Run
 
 # Nothing but this machine can reach it.
 ADDRESS = "127.0.0.1"

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerAction, record_function
 
 from ipufit.errors import ConfigurationError
-from ipufit.report.files import TORCH_TRACE
+from ipufit.report.run import TORCH_TRACE
 from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import PHASES, Clock, Span
 

@@ -20,7 +20,10 @@ from ipufit.callbacks.running_fit import Measurement, ObservedSession
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
 from ipufit.report.advice import advised
-from ipufit.report.files import (
+from ipufit.report.page import write_page
+from ipufit.report.profiling import Profiler
+from ipufit.report.rows import ExecutionTable, columns_of
+from ipufit.report.run import (
     EXECUTIONS,
     FACTS,
     FORMAT,
@@ -30,9 +33,6 @@ from ipufit.report.files import (
     read_rows,
     write_rows,
 )
-from ipufit.report.page import write_page
-from ipufit.report.profiling import Profiler
-from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.settings import Report
 from ipufit.utils.console import warn_user
 from ipufit.utils.devices import memory_of_tensors

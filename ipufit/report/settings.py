@@ -8,8 +8,8 @@ from typing import Any, List, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import Callback
 from ipufit.errors import ConfigurationError
-from ipufit.report.files import EXECUTIONS, FACTS, POPVISION
 from ipufit.report.profiling import refuse_profiler
+from ipufit.report.run import EXECUTIONS, FACTS, POPVISION
 from ipufit.utils.error_collector import folder_of, one_of
 
 Path = Union[str, "os.PathLike[str]"]

@@ -5,9 +5,8 @@ import math
 import random
 from array import array
 
-from ipufit.report.files import EXECUTIONS, FACTS, FORMAT
 from ipufit.report.rows import COLUMNS, columns_of
-from ipufit.report.run import Run
+from ipufit.report.run import EXECUTIONS, FACTS, FORMAT, Run
 from ipufit.utils.phase_timer import PHASES
 
 # Seconds by phase of an execution; binary fractions, so that sums are exact.

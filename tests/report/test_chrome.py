@@ -9,9 +9,8 @@ from torch import nn
 
 import ipufit
 from ipufit.report.chrome import MOST_COUNTS, MOST_TASKS, render_trace
-from ipufit.report.files import TRACE
 from ipufit.report.page import write_page
-from ipufit.report.run import Run
+from ipufit.report.run import TRACE, Run
 from tests.report.runs_made import AFTER, EACH, busy_rows, made, written
 
 SECOND = 1e6

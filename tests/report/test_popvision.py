@@ -11,7 +11,7 @@ import ipufit
 import ipufit.poptorch as poptorch
 from ipufit.engines.ipu import options as ipu_options
 from ipufit.report import recorder
-from ipufit.report.files import FACTS
+from ipufit.report.run import FACTS
 
 
 @pytest.fixture(autouse=True)

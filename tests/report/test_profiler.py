@@ -13,7 +13,7 @@ import ipufit
 from ipufit.callbacks import Callback, LambdaCallback
 from ipufit.errors import ConfigurationError
 from ipufit.report import recorder
-from ipufit.report.files import FACTS, TORCH_TRACE
+from ipufit.report.run import FACTS, TORCH_TRACE
 
 # torch's own remark on what it keeps of several cycles.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")

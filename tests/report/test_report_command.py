@@ -12,7 +12,7 @@ from torch import nn
 import ipufit
 from ipufit.cli.main import main
 from ipufit.errors import DataError
-from ipufit.report.files import PAGE, TRACE
+from ipufit.report.run import PAGE, TRACE
 from tests.report.runs_made import AFTER, EACH, written
 
 

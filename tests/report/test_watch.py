@@ -20,8 +20,8 @@ import pytest
 from ipufit.cli.main import main
 from ipufit.errors import ConfigurationError
 from ipufit.report import live_server
-from ipufit.report.files import EXECUTIONS, FACTS, append_rows, write_rows
 from ipufit.report.live_server import ADDRESS, PORT, Server, Watched
+from ipufit.report.run import EXECUTIONS, FACTS, append_rows, write_rows
 from ipufit.utils.files import write_text
 from tests.report.runs_made import facts_of, flat_rows, written
 

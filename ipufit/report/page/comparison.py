@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
 
-from ipufit.report.files import Facts
 from ipufit.report.page import texts
 from ipufit.report.page.curves import columns
 from ipufit.report.page.operators import grouped
 from ipufit.report.page.pipeline import stage_title
 from ipufit.report.page.sections import Section, lacking
 from ipufit.report.page.summary import final_values, headline
-from ipufit.report.run import NamedRuns
+from ipufit.report.run import Facts, NamedRuns
 
 _MOST = 600
 # Numbers of a plan that are compared, and what they are called.

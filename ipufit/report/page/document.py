@@ -16,7 +16,6 @@ from markupsafe import Markup
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.chrome import render_trace
-from ipufit.report.files import PAGE, TRACE
 from ipufit.report.page import texts
 from ipufit.report.page.comparison import compared_operators, compared_plans, compared_summary
 from ipufit.report.page.curves import curves, phases
@@ -24,7 +23,7 @@ from ipufit.report.page.operators import layers, operators
 from ipufit.report.page.pipeline import memory, pipeline
 from ipufit.report.page.sections import CONFIG, DRAWN, Section, look
 from ipufit.report.page.summary import summary, warnings_section
-from ipufit.report.run import NamedRuns, Run
+from ipufit.report.run import PAGE, TRACE, NamedRuns, Run
 from ipufit.utils.files import write_text
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import os
 from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from ipufit.report.files import Facts
 from ipufit.report.page import texts
 from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
+from ipufit.report.run import Facts
 
 # Rows of a table, and bars, at most.
 _MOST, _BARS, _LAYERS = 600, 20, 2000

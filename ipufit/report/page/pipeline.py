@@ -7,11 +7,10 @@ from typing import Dict, List, Mapping, Sequence, Tuple
 
 from ipufit.planner.costs import by_ipu
 from ipufit.planner.pipeline_schedule import simulate
-from ipufit.report.files import OF_TENSORS, Facts
 from ipufit.report.page import texts
 from ipufit.report.page.curves import OVER_RUN, places_of
 from ipufit.report.page.sections import POINTS, Chart, Section, Series, lacking, rounded
-from ipufit.report.run import Run, binned
+from ipufit.report.run import OF_TENSORS, Facts, Run, binned
 
 # Bars of more tasks than these would be thinner than a line.
 _MOST = 1600

@@ -7,7 +7,7 @@ import html
 import math
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
-from ipufit.report.files import Facts
+from ipufit.report.run import Facts
 
 # Points of a line at most, but for the losses of executions, which are bounded already.
 POINTS = 4000

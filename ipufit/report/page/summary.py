@@ -7,10 +7,9 @@ import math
 from typing import Dict, List, Optional, Sequence, Tuple
 
 from ipufit.callbacks.history import best_place, direction_of
-from ipufit.report.files import Facts
 from ipufit.report.page import texts
 from ipufit.report.page.sections import Section
-from ipufit.report.run import NamedRuns, Run, samples_per_second, total
+from ipufit.report.run import Facts, NamedRuns, Run, samples_per_second, total
 
 
 def headline(run: Run) -> Dict[str, str]:

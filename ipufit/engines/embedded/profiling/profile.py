@@ -171,7 +171,7 @@ class OperatorProfiler:
     at_once: bool
 
     def run(self) -> Dict[str, object]:
-        """Return the entry ``operators`` of :mod:`ipufit.report.files`."""
+        """Return the entry ``operators`` of :mod:`ipufit.report.run`."""
         if self.recorded.graph is None or self.recorded.lowered.graph is None:
             return {"missing": _EAGERLY}
         try:
