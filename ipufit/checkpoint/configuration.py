@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.modules import activation, dropout
 from torch.utils.data import DataLoader
 
-from ipufit.callbacks.running_fit import Measurement, ObservedSession
+from ipufit.callbacks.callback_list import Measurement, ObservedSession
 from ipufit.checkpoint.training_state import RestoredState
 from ipufit.data.batches import is_weighted
 from ipufit.data.in_memory import ArrayLoader, ReadAhead, rows_in_memory

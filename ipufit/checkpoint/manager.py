@@ -12,9 +12,8 @@ from typing import ContextManager, Dict, Iterator, List, Optional, Sequence
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback import missing_value
-from ipufit.callbacks.callback_list import Observer
+from ipufit.callbacks.callback_list import CallbackModel, ObservedSession, Observer, RunningFit
 from ipufit.callbacks.history import improves, required_direction
-from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import (
     ConfigurationChange,
     RunConfiguration,

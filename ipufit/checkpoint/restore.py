@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit.callbacks import Callback
-from ipufit.callbacks.running_fit import ObservedSession, RunningFit
+from ipufit.callbacks.callback_list import ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import (
     ConfigurationChange,
     changeable_names,

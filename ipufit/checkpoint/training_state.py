@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ipufit._version import __version__
 from ipufit.callbacks import Callback
-from ipufit.callbacks.running_fit import ObservedSession, RunningFit
+from ipufit.callbacks.callback_list import ObservedSession, RunningFit
 from ipufit.checkpoint.files import Contents, Document
 from ipufit.checkpoint.store import Store
 from ipufit.engines.program import TrainState

@@ -14,9 +14,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 import torch
 from torch import Tensor
 
+from ipufit.callbacks.callback_list import Measurement
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History
-from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import LogRule, Running
 from ipufit.core.outputs import with_entries

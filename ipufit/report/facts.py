@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ipufit._version import __version__
-from ipufit.callbacks.running_fit import ObservedSession
+from ipufit.callbacks.callback_list import ObservedSession
 from ipufit.core.batch import MicroBatch
 from ipufit.core.plan import Plan
 from ipufit.errors import IpufitError

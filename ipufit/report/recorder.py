@@ -13,10 +13,9 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
-from ipufit.callbacks.callback_list import Observer
+from ipufit.callbacks.callback_list import Measurement, ObservedSession, Observer
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History, values_to_json
-from ipufit.callbacks.running_fit import Measurement, ObservedSession
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
 from ipufit.report.advice import advised

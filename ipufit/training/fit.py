@@ -8,9 +8,8 @@ import functools
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
-from ipufit.callbacks.callback_list import CallbackObserver, Observer
+from ipufit.callbacks.callback_list import CallbackModel, CallbackObserver, Observer
 from ipufit.callbacks.history import History
-from ipufit.callbacks.running_fit import CallbackModel
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.source import DataAdapter

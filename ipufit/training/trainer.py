@@ -7,9 +7,8 @@ import dataclasses
 import functools
 from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, Optional, Sequence
 
-from ipufit.callbacks.callback_list import CallbackObserver, Observer
+from ipufit.callbacks.callback_list import CallbackObserver, Measurement, Observer
 from ipufit.callbacks.history import History
-from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, DataCursor, Mode
 from ipufit.core.outputs import check_rows, join_rows
 from ipufit.core.train_config import HyperparameterSchedule
