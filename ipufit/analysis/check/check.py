@@ -19,15 +19,16 @@ from ipufit.analysis.check.findings import (
     drawn_at,
     error_at,
     generator_at,
+    mode_findings,
     output_at,
     outside_at,
     seeded_at,
     titles_of,
+    untrained_findings,
 )
 from ipufit.analysis.check.python_state import Change, OwnedName, PythonSnapshot, write_back
 from ipufit.analysis.check.recorders import OutputEvents, differences, quiet, same_results
 from ipufit.analysis.check.runs import CheckRun, ModuleUnderTest
-from ipufit.analysis.check.static_checks import mode_findings, untrained_findings
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, IpufitError, LossError, brief_error
