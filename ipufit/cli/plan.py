@@ -10,7 +10,6 @@ from ipufit.core.plan import Plan
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
 from ipufit.planner.plan_partition import plan_partition
-from ipufit.training.summary import stripped
 
 _FITS, _TOO_LARGE = 0, 1
 
@@ -42,7 +41,7 @@ class Planning(Examination[_Plans]):
             # What nobody has chosen: the least that fills the pipeline.
             accumulation = None
         session = call.session
-        session.sample = sample = stripped(sample)
+        session.sample = sample = sample.stripped()
         work = (call.arguments["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
         estimator = session.plan_estimator

@@ -178,6 +178,14 @@ class MicroBatch:
             return dataclasses.replace(self, leaves=leaves)
         return dataclasses.replace(self, leaves=leaves, extras=_copy_of(dict(self.extras)))
 
+    def stripped(self) -> MicroBatch:
+        """Return a micro-batch of this shape and dtype whose tensors hold no values in memory."""
+        leaves = [
+            torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+            for leaf in self.leaves
+        ]
+        return MicroBatch(tuple(leaves), self.structure, self.size)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Move the micro-batch to a device; returns itself if it is there already."""
         if all(isinstance(leaf, Tensor) and leaf.device == device for leaf in self.leaves):

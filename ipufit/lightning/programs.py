@@ -37,7 +37,6 @@ from ipufit.report.settings import Report
 from ipufit.training.fit import describe_run
 from ipufit.training.sanity_check import prepare_tail
 from ipufit.training.session import Session
-from ipufit.training.summary import stripped
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
@@ -493,7 +492,7 @@ class TrainingReport:
             rules: how it logs values, by name.
         """
         session = self._session
-        session.last_plan, session.sample = plan, stripped(first)
+        session.last_plan, session.sample = plan, first.stripped()
         meter = self._meter = EpochMetrics(
             MetricSet(), plan, session.loss, rules, session.config.settings
         )

@@ -20,7 +20,6 @@ from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
 from ipufit.report.advice import advised
 from ipufit.report.page import write_page
-from ipufit.report.profiling import Profiler
 from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.run import (
     EXECUTIONS,
@@ -32,7 +31,7 @@ from ipufit.report.run import (
     read_rows,
     write_rows,
 )
-from ipufit.report.settings import Report
+from ipufit.report.settings import Profiler, Report
 from ipufit.utils.console import warn_user
 from ipufit.utils.devices import memory_of_tensors
 from ipufit.utils.files import write_text

@@ -21,7 +21,6 @@ from ipufit.training.execution_sync import refuse_other_order
 from ipufit.training.fit_data import FitRequest, InferenceRequest, updates_per_epoch
 from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
 from ipufit.training.session import JobSpec, Session
-from ipufit.training.summary import stripped
 from ipufit.training.trainer import Job, PredictionObserver, Trainer
 from ipufit.training.validation import ValidationRunner
 from ipufit.utils.console import say_dev_run, warn_user
@@ -153,7 +152,7 @@ def _run(
         # In all epochs, from the beginning of the first one.
         updates *= len(config.epochs)
         job.program.expect(updates)
-    session.last_plan, session.sample = job.plan, stripped(job.first)
+    session.last_plan, session.sample = job.plan, job.first.stripped()
     callbacks = _callbacks(model, session, config, job, progress, validation)
     _describe(model.history, callbacks, session, config, job)
     if config.level and session.processes.is_rank_zero:

@@ -7,7 +7,6 @@ import textwrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch, Mode
@@ -268,15 +267,6 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> List[str]:
         ]
         lines.append(_GAP.join(justified).rstrip())
     return lines
-
-
-def stripped(batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch of this shape and dtype whose tensors hold no values in memory."""
-    leaves = [
-        torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in batch.leaves
-    ]
-    return MicroBatch(tuple(leaves), batch.structure, batch.size)
 
 
 def sample_for(session: Session, x: object, asks: str) -> MicroBatch:
