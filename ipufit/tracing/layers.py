@@ -22,7 +22,6 @@ from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
 
-
 _READS_A_VALUE = "it reads the value of a tensor"
 
 

@@ -330,7 +330,6 @@ class RuleOptimizer(FlatOptimizer):
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over the optimizer's state and record the update."""
         self._storage, self._run_eagerly = storage, run_eagerly
-        self._forms, self._latest, self._read = {}, None, ((), ((), ((),)))
         self._states = [self._load(*each) for each in zip(storage.blocks, storage.flats)]
         self.counts = [block.updates for block in storage.blocks]
         self.refresh([self._optimizer.param_groups])
@@ -390,14 +389,14 @@ class RuleOptimizer(FlatOptimizer):
         states = [(slot, self._optimizer.state.get(slot.parameter, {})) for slot in block.slots]
         for name in self._rule_of(block.group).all_tensors:
             present = [each for each in states if each[1].get(name) is not None]
-            whole = torch.zeros_like(flat) if present else flat
-            for slot, torch_state in present:
-                slot.view(whole).copy_(torch_state[name])
             if present:
+                whole = torch.zeros_like(flat)
+                for slot, torch_state in present:
+                    slot.view(whole).copy_(torch_state[name])
                 state[name] = self.memory.keep(whole)
-            for slot, torch_state in present:
-                torch_state[name] = slot.window(state[name])
-            give_back_freed_memory()
+                for slot, torch_state in present:
+                    torch_state[name] = slot.window(state[name])
+                give_back_freed_memory()
         return state
 
     def refresh(self, rows: Rows) -> None:
@@ -637,8 +636,7 @@ class RuleOptimizer(FlatOptimizer):
                     for name, value in torch_state.items():
                         if isinstance(value, Tensor) and flat_of(value, [flat]) is not None:
                             torch_state[name] = self.memory.for_torch(value)
-        self._storage, self._states = FlatStorage([]), []
-        self.counts = []
+        self._storage, self._states, self.counts = FlatStorage([]), [], []
 
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of an update; None where it runs without one."""

@@ -198,11 +198,6 @@ class _Part(NamedTuple):
     size: int
     source: Optional[fx.Node]
 
-    @property
-    def is_product(self) -> bool:
-        """Tell whether the source writes into the whole."""
-        return self.source is not None and self.source.target is _aten.mm.default
-
 
 def fuse_concats(graph: fx.Graph) -> int:
     """Make large matrix products write into the flat tensors that they are joined in.
@@ -218,10 +213,11 @@ def fuse_concats(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs:
             parts = _parts(node, flow)
-            products = sum(part.is_product for part in parts)
+            sources = [part.source for part in parts if part.source is not None]
+            products = [source for source in sources if source.target is _aten.mm.default]
             if products or sum(part.size for part in parts) >= _SMALLEST_WHOLE:
                 _rewrite(graph, node, parts)
-                done += products
+                done += len(products)
     return done
 
 
@@ -238,7 +234,8 @@ def _parts(node: fx.Node, flow: Flow) -> List[_Part]:
     for part, value in zip(inputs, values):
         assert isinstance(part, fx.Node)
         assert value is not None
-        parts.append(_Part(part, value.numel(), _source_of(part, value.numel(), flow)))
+        is_large = value.numel() >= min(_SMALLEST_PRODUCT, _SMALLEST_COPY)
+        parts.append(_Part(part, value.numel(), _source_of(part, flow) if is_large else None))
     return parts
 
 
@@ -246,7 +243,7 @@ def _parts(node: fx.Node, flow: Flow) -> List[_Part]:
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 
 
-def _source_of(part: fx.Node, size: int, flow: Flow) -> Optional[fx.Node]:
+def _source_of(part: fx.Node, flow: Flow) -> Optional[fx.Node]:
     """The tensor that this is a view of, if it need not wait for what it is joined with."""
     node = part
     while node.target in _VIEWS and len(node.users) == 1:
@@ -254,13 +251,12 @@ def _source_of(part: fx.Node, size: int, flow: Flow) -> Optional[fx.Node]:
         assert isinstance(source, fx.Node)
         node = source
     value = value_of(node)
-    if value is None or flow.is_written(node):
+    if value is None or flow.is_written(node) or flow.is_given(node):
         return None
+    if node.target is not _aten.mm.default:
+        return node if value.numel() >= _SMALLEST_COPY else None
     is_alone = node is not part and len(node.users) == 1 and value.is_contiguous()
-    if node.target is _aten.mm.default and is_alone and size >= _SMALLEST_PRODUCT:
-        return node
-    is_computed = node.target is not _aten.mm.default and not flow.is_given(node)
-    return node if is_computed and size >= _SMALLEST_COPY else None
+    return node if is_alone and value.numel() >= _SMALLEST_PRODUCT else None
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:
