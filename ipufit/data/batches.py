@@ -85,7 +85,7 @@ class BatchValidator:
         """True if none of the batches needs a closer look."""
         pairs = zip(picked.leaves[: self._used], last.leaves)
         return (
-            picked.are_full
+            not len(picked.leaves[0]) % picked.batch_size
             and picked.batch_size == last.size
             and all(
                 now.shape[1:] == before.shape[1:] and now.dtype == before.dtype

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import itertools
 import math
 import numbers
+import threading
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -24,12 +23,9 @@ from torch.utils.data import (
 )
 
 from ipufit.core.batch import RawBatch
-from ipufit.data.prefetch import reads_ahead
 from ipufit.errors import DataError, first_line
 from ipufit.utils import tree
 
-# Elements of what torch copies without other threads; its limit is no part of its interface.
-_PIECE = 2**15 - 1
 # Kinds of dtypes of NumPy's.
 _NUMBERS = "biufc"
 # Libraries of frames, by their method that fills in what is missing.
@@ -63,18 +59,6 @@ class RowBlock:
 
     def __len__(self) -> int:
         return -(-self.leaves[0].shape[0] // self.batch_size)
-
-    @property
-    def are_full(self) -> bool:
-        """True if no batch is smaller."""
-        return not self.leaves[0].shape[0] % self.batch_size
-
-    @staticmethod
-    def interleaved(blocks: Sequence[RowBlock], pin_memory: bool) -> RowBlock:
-        """Copy the batches of blocks that are alike, one of each block in turn."""
-        columns = zip(*[block.leaves for block in blocks])
-        leaves = [_interleaved(column, len(blocks[0]), pin_memory) for column in columns]
-        return dataclasses.replace(blocks[0], leaves=leaves)
 
     def part(self, begin: int, end: int) -> RowBlock:
         """Cut out some of the batches."""
@@ -156,7 +140,7 @@ def _copy(leaf: tree.Leaf, rows: Union[slice, Tensor]) -> Tensor:
     if not isinstance(leaf, Tensor):
         return _dense(leaf[rows if isinstance(rows, slice) else rows.numpy()], copy=True)
     tensor: Tensor = leaf.detach()
-    if reads_ahead() and is_plain(tensor):
+    if threading.current_thread() is not threading.main_thread() and is_plain(tensor):
         return _copy_alone(tensor, rows)
     if isinstance(rows, slice):
         return tensor[rows].clone()
@@ -177,38 +161,22 @@ def is_plain(leaf: object) -> bool:
     )
 
 
-def _interleaved(leaves: Sequence[Tensor], batches: int, pin_memory: bool) -> Tensor:
-    """Copy so many equal parts of each tensor, one of each in turn, without other threads."""
-    first, step = leaves[0], len(leaves)
-    shape = (len(first) * step, *first.shape[1:])
-    whole = torch.empty(shape, dtype=first.dtype, device="cpu", pin_memory=pin_memory)
-    size = first.numel() * first.element_size() // batches
-    for number, leaf in itertools.product(range(batches), range(step)):
-        target = whole.data_ptr() + (number * step + leaf) * size
-        ctypes.memmove(target, leaves[leaf].data_ptr() + number * size, size)
-    return whole
-
-
 def _copy_alone(leaf: Tensor, rows: Union[slice, Tensor]) -> Tensor:
-    """In pieces that torch copies in this thread alone.
+    """In this thread alone, by NumPy.
 
-    For a larger one it wakes other threads, and those that it wakes for a second thread get into
+    For many rows torch wakes other threads, and those that it wakes for a second thread get into
     the way of those that train: on two cores an update of a small network took 3 x the time.
     """
-    count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-    copy = leaf.new_empty((count, *leaf.shape[1:]))
-    size = math.prod(leaf.shape[1:])
-    width = size * leaf.element_size()
+    import numpy
+
     if isinstance(rows, slice):
-        ctypes.memmove(copy.data_ptr(), leaf.data_ptr() + rows.start * width, count * width)
-    elif size > _PIECE:
-        for place, row in enumerate(rows.tolist()):
-            ctypes.memmove(copy.data_ptr() + place * width, leaf.data_ptr() + row * width, width)
-    else:
-        step = _PIECE // max(1, size)
-        for begin in range(0, count, step):
-            piece = rows[begin : begin + step]
-            torch.index_select(leaf, 0, piece, out=copy[begin : begin + step])
+        rows = torch.arange(rows.start, rows.stop, device="cpu")
+    copy = leaf.new_empty((len(rows), *leaf.shape[1:]))
+    width = math.prod(leaf.shape[1:])
+    source, target = (
+        each.view(len(each), width).view(torch.uint8).numpy() for each in (leaf, copy)
+    )
+    numpy.take(source, rows.numpy(), 0, target, "clip")
     return copy
 
 

@@ -12,7 +12,6 @@ import multiprocessing.resource_tracker
 import time
 from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ipufit.core.batch import RawBatch
+from ipufit.core.batch import RawBatch, copy_leaf
 from ipufit.data.in_memory import ArrayLoader, EpochOrder
 from ipufit.data.read_errors import frames_of
 from ipufit.utils import tree
@@ -173,17 +172,11 @@ class FirstBatches:
                     batch = next(self._rest)
                 except StopIteration:
                     return
-                self._kept.append(tree.map_leaves(_copy, batch))
+                self._kept.append(tree.map_leaves(copy_leaf, batch))
             yield self._kept[index]
 
 
-def _copy(leaf: tree.Leaf) -> tree.Leaf:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
-    return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
-
-
-def like(loader: Any, **changes: object) -> Any:
+def like(loader: DataLoader[object], **changes: object) -> DataLoader[object]:
     """Another DataLoader over the same data, with the same options of reading but for some."""
     other = copy.copy(loader)
     # Its __init__ would warn once more of what the user's has warned of.
@@ -191,18 +184,19 @@ def like(loader: Any, **changes: object) -> Any:
     return other
 
 
-def sends_groups(loader: object) -> bool:
-    """True if nobody can tell by the batches whether workers send them one by one or together."""
-    if type(loader) is not DataLoader or not loader.num_workers or loader.batch_sampler is None:
+def reads_together(loader: object) -> bool:
+    """True if nobody can tell by the batches whether several are read at once."""
+    if type(loader) is not DataLoader or loader.batch_sampler is None or loader.timeout:
         return False
-    if isinstance(loader.dataset, IterableDataset) or loader.timeout:
+    is_left = not loader.num_workers and (loader.pin_memory or may_reuse_memory(loader))
+    if is_left or isinstance(loader.dataset, IterableDataset):
         return False
     # Older versions of torch have no other order.
     return getattr(loader, "in_order", True) and has_torchs_samplers(loader)
 
 
 def has_torchs_samplers(loader: DataLoader[object]) -> bool:
-    """True if no code of the user's runs in this process while workers read."""
+    """True if no code of the user's chooses samples."""
     # A batch_sampler has its own sampler, of which loader.sampler knows nothing.
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     return all(map(is_torchs, (loader.sampler, loader.batch_sampler, sampler)))

@@ -1,30 +1,49 @@
-"""One source as the executions of each epoch."""
+"""One source as the executions of each epoch, which a thread may prepare ahead."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
-from typing import Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+import queue
+import sys
+import threading
+from typing import (
+    Any,
+    Callable,
+    Generator,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
+
+import torch
 
 from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode, RawBatch
 from ipufit.core.plan import Plan
 from ipufit.data.batches import BatchValidator, OneShapeUpdates, executions, sharded_executions
 from ipufit.data.casting import Casting
 from ipufit.data.fields import BatchForm
-from ipufit.data.in_memory import ReadAhead, RowBlock, batch_count
-from ipufit.data.prefetch import fetch_ahead
+from ipufit.data.in_memory import ReadAhead, batch_count
 from ipufit.data.read_errors import describe_dead_worker, is_dead_worker
 from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
-from ipufit.utils.interrupts import is_interrupted
-from ipufit.utils.random_streams import DataStream, stream_key
+from ipufit.utils.interrupts import ForkGuard, defer_sigint, is_interrupted
+from ipufit.utils.random_streams import LOCK, DataStream, stream_key
 from ipufit.utils.state import fork_rng
 
+T = TypeVar("T")
 _NO_BATCH = object()
+# How long an interrupt waits for the thread, in seconds, and then once more without what it reads.
+_PATIENCE = 1.0
 
 Stage = Callable[[CombinedBatch], CombinedBatch]
 
@@ -171,19 +190,21 @@ class BatchPipeline:
             # Whatever is drawn for the samples themselves is drawn anew in each process.
             stream = DataStream(self._job.seed, self._job.domain, number, "process", self._process)
         skip = skip if portion is None else portion.count(skip)
+        wanted = self._horizon.batches
         with contextlib.ExitStack() as skipping:
             if skip:
-                # What is read once more draws once more.
+                # What is read once more draws once more, and is not read together with the rest.
                 skipping.enter_context(fork_rng())
+                self._horizon.batches = min(wanted, skip)
             for raw in self._source.epoch(stream, key, self._horizon, portion):
-                for each in raw.apart() if isinstance(raw, RowBlock) and read < skip else [raw]:
-                    read += batch_count(each)
-                    self._place = DataCursor(number, read, generators)
-                    if read > skip:
-                        yield each
-                    elif read == skip:
+                read += batch_count(raw)
+                self._place = DataCursor(number, read, generators)
+                if read > skip:
+                    yield raw
+                else:
+                    self._horizon.batches = min(wanted, skip - read) or wanted
+                    if read == skip:
                         skipping.close()
-                    del each
                 del raw
 
     def rows(self, epoch: int, places: List[int]) -> List[int]:
@@ -406,3 +427,136 @@ def _first(batches: Iterator[object], count: int) -> Iterator[RawBatch]:
             return
         yield raw
         count -= batch_count(raw)
+
+
+def fetch_ahead(
+    items: Generator[T, None, None], depth: int, give_up: Callable[[], None] = lambda: None
+) -> Generator[T, None, None]:
+    """Yield items in their order, of which a thread prepares up to ``depth`` ahead.
+
+    An exception of ``items`` is raised here, in its place, with its own traceback. Close what is
+    returned to end the thread; it ends by itself after the last item. An interrupt does not wait
+    for a thread that reads something slow.
+
+    Args:
+        items: closed at the end, in the thread that ran them.
+        depth: of the queue; 0 works without a thread.
+        give_up: ends what the thread reads, as nobody waits for it any more.
+    """
+    # Whoever holds the lock waits for the thread, and the thread would wait for the lock.
+    if depth == 0 or LOCK._is_owned():  # type: ignore[attr-defined]
+        yield from items
+        return
+    ahead = _Queue(items, depth)
+    process = ForkGuard()
+    try:
+        ahead.start()
+        while True:
+            process.check()
+            entry = ahead.get()
+            if entry is None:
+                return
+            if isinstance(entry, BaseException):
+                raise entry
+            yield entry[0]
+            del entry  # of an execution that is over nothing is kept
+    finally:
+        left_by = sys.exc_info()[1]
+        # Whoever goes on while the thread still reads would find the generator in use.
+        with defer_sigint():
+            ahead.close(give_up if is_interrupted(left_by) else None)
+
+
+class _Queue:
+    """A bounded queue and the thread that fills it. An item is begun only when there is room.
+
+    Of queues written in C, which an exception from a signal's handler can't leave locked.
+    """
+
+    def __init__(self, items: Generator[object, None, None], depth: int) -> None:
+        self._items = items
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = False
+        for _ in range(depth):
+            self._room.put(None)
+        self._world = _settings_of_thread()
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=run, args=(self._fill,), name="ipufit-prefetch", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin to read. Ctrl-C waits until there is a thread that close can wait for."""
+        with defer_sigint():
+            self._thread.start()
+
+    def get(self) -> Any:
+        """An item in a tuple, an error, or None at the end."""
+        entry = self._ready.get()
+        self._room.put(None)
+        return entry
+
+    def close(self, give_up: Optional[Callable[[], None]]) -> None:
+        """End the thread and wait for it.
+
+        Args:
+            give_up: called when it does not end soon, and then it is left to itself; None to wait.
+        """
+        self._closed = True
+        self._room.put(None)
+        self._drop()
+        if self._thread.ident is None:
+            return
+        if give_up is not None:
+            self._thread.join(_PATIENCE)
+            if self._thread.is_alive():
+                give_up()
+        self._thread.join(None if give_up is None else _PATIENCE)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the items that nobody takes any more."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
+
+    def _fill(self) -> None:
+        last: Optional[BaseException] = None
+        try:
+            with self._world:
+                try:
+                    while self._has_room():
+                        try:
+                            item = next(self._items)
+                        except StopIteration:
+                            break
+                        self._ready.put((item,))
+                        del item
+                finally:
+                    self._items.close()
+        except BaseException as error:
+            last = error
+        self._ready.put(last)
+
+    def _has_room(self) -> bool:
+        self._room.get()
+        return not self._closed
+
+
+def _settings_of_thread() -> contextlib.AbstractContextManager[None]:
+    """Remember what torch keeps for each thread, and on which data code may depend.
+
+    Returns:
+        A context for another thread, with the same settings.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    device = torch.empty(0).device
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        place = contextlib.nullcontext() if device.type == "cpu" else device
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), place:
+            yield
+
+    return entered()

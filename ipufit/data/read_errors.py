@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dis
+import itertools
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    _utils,
 )
 
 from ipufit.errors import DataError, IpufitError
@@ -58,7 +61,7 @@ def ends_in_a_sample(error: StopIteration, loader: object) -> bool:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    return any(_is_fetch(frame) or _is_reraise(frame) for frame in frames_of(error))
+    return any(_is_fetch(frame) or frame.f_code is _RERAISE for frame in frames_of(error))
 
 
 def is_dead_worker(error: Optional[BaseException]) -> bool:
@@ -75,6 +78,12 @@ def describe_dead_worker(error: Exception) -> str:
     )
 
 
+_FETCHES = (
+    _utils.fetch._MapDatasetFetcher.fetch.__code__,
+    _utils.fetch._IterableDatasetFetcher.fetch.__code__,
+)
+# Where torch raises a worker's error again.
+_RERAISE = ExceptionWrapper.reraise.__code__
 _PADS = (
     "Pass a collate_fn that pads the samples of a batch to one size, such as the pad of an "
     "ipufit.data.LengthBuckets(...) over the dataset."
@@ -124,18 +133,7 @@ def frames_of(error: BaseException) -> Iterator[FrameType]:
 
 
 def _is_fetch(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == "fetch" and PurePath(code.co_filename).parts[-5:] == (
-        *("torch", "utils", "data", "_utils"),
-        "fetch.py",
-    )
-
-
-def _is_reraise(frame: FrameType) -> bool:
-    """True of the place where torch raises a worker's error again."""
-    code = frame.f_code
-    place = PurePath(code.co_filename).parts[-2:]
-    return code.co_name == "reraise" and place == ("torch", "_utils.py")
+    return frame.f_code in _FETCHES
 
 
 def _has_been_read(local: Any) -> bool:
@@ -198,11 +196,10 @@ def _sought(
 
 def _indices(loader: Any, batch: int, replay: Callable[[], Any]) -> List[object]:
     """The indices of a batch, where torch's own samplers make the order reproducible."""
-    samplers = (RandomSampler, SequentialSampler)
     if (
         isinstance(loader.dataset, IterableDataset)
         or type(loader.batch_sampler) is not BatchSampler
-        or type(loader.sampler) not in samplers
+        or type(loader.sampler) not in (RandomSampler, SequentialSampler)
         or loader.persistent_workers
         or loader.generator is not None
     ):
@@ -210,7 +207,4 @@ def _indices(loader: Any, batch: int, replay: Callable[[], Any]) -> List[object]
     with replay():
         # As torch's iterator does: a seed for the workers first, then the order.
         torch.empty((), dtype=torch.int64).random_()
-        for number, indices in enumerate(loader.batch_sampler):
-            if number == batch:
-                return list(indices)
-    return []
+        return [*next(itertools.islice(loader.batch_sampler, batch, None), ())]

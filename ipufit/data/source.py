@@ -22,6 +22,13 @@ from ipufit.data.in_memory import (
     rows_at,
     rows_in_memory,
 )
+from ipufit.data.loader_reader import (
+    GroupedBatches,
+    LoaderReader,
+    as_worker,
+    forget_workers,
+    has_workers,
+)
 from ipufit.data.loaders import (
     FirstBatches,
     batch_total,
@@ -32,23 +39,15 @@ from ipufit.data.loaders import (
     may_reuse_memory,
     place_of,
     reads_as_torch,
+    reads_together,
     row_count,
     sample_makers,
-    sends_groups,
     starting_workers,
     stream_length,
     without_shuffling,
 )
 from ipufit.data.read_errors import ends_in_a_sample, unreadable
-from ipufit.data.sharding import (
-    GroupedBatches,
-    LoaderReader,
-    RankShard,
-    as_worker,
-    forget_workers,
-    has_workers,
-    refuse_unshared,
-)
+from ipufit.data.sharding import RankShard, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
 from ipufit.utils.interrupts import is_interrupted
@@ -62,7 +61,7 @@ _READ_AGAIN = (
 
 
 # Loaders of which only one reader at a time gets every batch.
-_BEING_READ: Any = weakref.WeakSet()
+_BEING_READ: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 class DataAdapter:
@@ -114,6 +113,7 @@ class DataAdapter:
         self._worker: Optional[Tuple[int, int]] = None
         self._has_yielded = False
         self._being_read: object = None
+        self._reader: Optional[LoaderReader] = None
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
         elif reads_as_torch(loader):
@@ -156,7 +156,7 @@ class DataAdapter:
         """Make an adapter of this data for another role."""
         source = copy.copy(self)
         source.role = role
-        source.class_weights = None
+        source.class_weights = source._reader = None
         return source
 
     def first_batches(self, count: int) -> DataAdapter:
@@ -409,18 +409,18 @@ class DataAdapter:
         """Start a pass over a loader, or over the batches that a shard names."""
         if rows is not None and portion is not None:
             return portion.rows(rows, self.most).picked(horizon)
-        if self._worker is not None and loader.num_workers:
-            return LoaderReader.of(loader, self._worker).start((), horizon)
-        if portion is None:
-            if not sends_groups(loader):
-                return iter(loader)
-            every = itertools.islice(loader.batch_sampler, self.most)
-            return LoaderReader.of(loader).start(every, horizon)
-        if isinstance(loader, (list, tuple)):
+        indices: Iterable[List[int]] = ()
+        if portion is not None and isinstance(loader, (list, tuple)):
             whole = (lambda: loader, row_count, lambda batch: batch)
             return portion.picked(*whole, self.most, draws_once=True, are_indices=False)
-        indices = portion.indices(loader, self.most, self.reads_alone)
-        return LoaderReader.of(loader).start(indices, horizon)
+        if portion is not None:
+            indices = portion.indices(loader, self.most, self.reads_alone)
+        elif reads_together(loader):
+            indices = itertools.islice(loader.batch_sampler, self.most)
+        elif self._worker is None or not loader.num_workers:
+            return iter(loader)
+        self._reader = LoaderReader.of(loader, self._worker, self._reader)
+        return self._reader.start(indices, horizon)
 
     def _in_turn(self, loader: Any) -> ContextManager[None]:
         """Around the reading of a stream in this process, which may ask which worker it is."""

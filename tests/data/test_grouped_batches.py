@@ -1,4 +1,4 @@
-"""Workers send small batches together, and nobody can tell but by the time."""
+"""Batches of a DataLoader are read together, and nobody can tell but by the time."""
 
 import gc
 import random
@@ -7,19 +7,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 import ipufit
 from ipufit.callbacks import LambdaCallback
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data import LengthBuckets, sharding
+from ipufit.data import LengthBuckets, loader_reader
 from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ReadAhead, RowBlock
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError
 from ipufit.utils.random_streams import DataStream
+from ipufit.utils.state import generator_states, set_generators
 
 pytestmark = [
     pytest.mark.both_engines,
@@ -33,7 +34,7 @@ SAMPLES = 83
 @pytest.fixture(autouse=True)
 def _any_time_is_short(monkeypatch):
     """How many batches make a message must not depend on the machine."""
-    monkeypatch.setattr(sharding, "_SECONDS", 1e9)
+    monkeypatch.setattr(loader_reader, "_SECONDS", 1e9)
     yield
     # Workers that stay end with their loader.
     gc.collect()
@@ -119,25 +120,75 @@ def assert_same(own, wanted):
         for one, other in zip(own, wanted):
             assert_same(one, other)
     elif isinstance(own, torch.Tensor):
-        assert torch.equal(own, wanted)
+        assert own.numpy().tobytes() == wanted.numpy().tobytes()
         assert (own.dtype, own.stride()) == (wanted.dtype, wanted.stride())
     else:
         assert own == wanted
 
 
+def seed():
+    random.seed(1)
+    np.random.seed(1)
+
+
 @pytest.mark.parametrize(
-    ("case", "workers"), [*((case, 2) for case in CASES), ("fields", 1), ("shuffled", 3)]
+    ("case", "workers"),
+    [*((case, count) for case in CASES for count in (0, 2)), ("fields", 1), ("shuffled", 3)],
 )
 def test_batches_are_those_of_torch(case, workers):
     """With the numbers that are drawn for them in each worker; as many are drawn here."""
     source, stream = DataAdapter(CASES[case](num_workers=workers), "data"), DataStream(0, "data", 7)
+    seed()
     own = list(batches_of(source, stream))
+    seed()
     with stream.active():
         after = torch.rand(())
     with stream.again().active():
         wanted = list(CASES[case](num_workers=workers))
         assert torch.rand(()) == after
     assert_same(own, wanted)
+
+
+COLUMNS = {
+    "numbers": [*range(SAMPLES)],
+    "rows": [[float(i), i / 7] for i in range(SAMPLES)],
+    "ragged": [[*range(1 + i % 3)] for i in range(SAMPLES)],
+    "gaps": [None if i == 50 else i for i in range(SAMPLES)],
+    "gaps in rows": [[i, None if i == 50 else 1] for i in range(SAMPLES)],
+    "texts": [str(i) for i in range(SAMPLES)],
+    "parts": [{"a": i, "b": [i, 1]} for i in range(SAMPLES)],
+}
+
+
+def table_of(*names):
+    datasets = pytest.importorskip("datasets")
+    columns = {name: COLUMNS[name] for name in names}
+    return datasets.Dataset.from_dict(columns).with_format("torch")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_rows_of_a_table_are_those_of_torch(name, workers):
+    """Whatever a column has that other batches of it have not; also of a subset of the table."""
+    part = Subset(table_of("numbers", name), [*range(SAMPLES - 1, 20, -1)])
+    # Without shuffling, the number that is missing is the 32nd.
+    loader = DataLoader(part, 1 if name == "ragged" else 4, num_workers=workers)
+    assert_same([*batches_of(DataAdapter(loader, "data"), DataStream(0, "data", 0))], [*loader])
+
+
+def test_rows_of_a_table_are_taken_together(monkeypatch):
+    """Once for the batches that an execution wants, after the first one."""
+    table, taken = table_of("numbers", "rows"), []
+    take = type(table).__getitem__
+
+    def taking(self, rows):
+        taken.append(len(rows))
+        return take(self, rows)
+
+    monkeypatch.setattr(type(table), "__getitem__", taking)
+    source = DataAdapter(DataLoader(table, 4), "data")
+    list(batches_of(source, DataStream(0, "data", 0)))
+    assert taken == [4, 20, 20, 20, 19]
 
 
 def test_workers_that_stay_go_on_with_their_numbers():
@@ -203,13 +254,13 @@ def test_who_is_called_and_how_often():
 def messages(loader, monkeypatch, horizon=5):
     """Batches of each message."""
     counts = []
-    adapt = sharding.LoaderReader.adapt
+    adapt = loader_reader.LoaderReader.adapt
 
     def counting(self, received):
-        counts.append([each.packed + len(each.rest) for each in received])
+        counts.append([len(each.batches) for each in received])
         adapt(self, received)
 
-    monkeypatch.setattr(sharding.LoaderReader, "adapt", counting)
+    monkeypatch.setattr(loader_reader.LoaderReader, "adapt", counting)
     list(batches_of(DataAdapter(loader, "data"), DataStream(0, "data", 0), horizon))
     return counts
 
@@ -229,23 +280,26 @@ def test_a_message_has_many_small_batches(monkeypatch):
 
 
 def test_a_message_of_large_batches_has_as_many_as_fit(monkeypatch):
-    monkeypatch.setattr(sharding, "_BYTES", 6 * 320)
+    monkeypatch.setattr(loader_reader, "_BYTES", 6 * 320)
     counts = messages(small(), monkeypatch)
-    assert counts == [*[[1, 1]] * 3, *[[4, 4]] * 24, [1, 1]]
-    monkeypatch.setattr(sharding, "_BYTES", 6 * 32)
+    assert counts == [*[[1, 1]] * 3, *[[8, 8]] * 12, [1, 1]]
+    monkeypatch.setattr(loader_reader, "_BYTES", 6 * 32)
     assert messages(small(), monkeypatch) == [[1, 1]] * 100
 
 
 def test_a_message_of_batches_that_take_long_has_one(monkeypatch):
-    monkeypatch.setattr(sharding, "_SECONDS", 1e-9)
+    monkeypatch.setattr(loader_reader, "_SECONDS", 1e-9)
     assert messages(small(), monkeypatch) == [[1, 1]] * 100
 
 
-def test_batches_of_several_shapes_come_one_by_one(monkeypatch):
-    loader = CASES["lengths"](num_workers=2)
-    counts = messages(loader, monkeypatch)
-    assert sum(map(sum, counts)) == len(loader)
-    assert all(count == [1, 1] for count in counts[4:-1])
+def test_a_message_has_batches_of_several_shapes(monkeypatch):
+    loader = DataLoader(Lengths(), batch_sampler=BUCKETS, collate_fn=BUCKETS.pad, num_workers=2)
+    assert messages(loader, monkeypatch) == [*[[1, 1]] * 3, [8, 7]]
+
+
+def test_a_message_has_one_batch_with_texts(monkeypatch):
+    counts = messages(CASES["texts"](num_workers=2), monkeypatch)
+    assert counts == [*[[1, 1]] * 10, [1]]
 
 
 class OwnSampler(Sampler):
@@ -266,21 +320,21 @@ class OwnSampler(Sampler):
         {"sampler": OwnSampler()},
         {"batch_sampler": [[0, 1], [2]], "batch_size": 1},
         {"batch_size": None},
-        {"num_workers": 0},
+        {"num_workers": 0, "pin_memory": True},
     ],
-    ids=["timeout", "sampler", "batches", "no batches", "no workers"],
+    ids=["timeout", "sampler", "batches", "no batches", "pinned"],
 )
 def test_what_somebody_could_tell_is_left_to_torch(options):
     options = {"num_workers": 1, "batch_size": 4, **options}
-    assert not sharding.sends_groups(DataLoader(Noisy(), **options))
+    assert not loader_reader.reads_together(DataLoader(Noisy(), **options))
 
 
 def test_a_class_of_the_users_is_left_to_torch():
     class Own(DataLoader):
         pass
 
-    assert not sharding.sends_groups(Own(Noisy(), 4, num_workers=1))
-    assert sharding.sends_groups(DataLoader(Noisy(), 4, num_workers=1))
+    assert not loader_reader.reads_together(Own(Noisy(), 4, num_workers=1))
+    assert loader_reader.reads_together(DataLoader(Noisy(), 4, num_workers=1))
 
 
 class Breaks(Noisy):
@@ -293,15 +347,16 @@ class Breaks(Noisy):
         return torch.ones(2), torch.tensor([float(index)])
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("error", [ValueError("broken"), StopIteration("broken")])
-def test_batches_before_an_error_are_trained_on(error):
-    """Although they are in the message that has the error."""
+def test_batches_before_an_error_are_trained_on(error, workers):
+    """Although they are read together with the error."""
     updates = []
     model = ipufit.Model(nn.Linear(2, 1), engine="embedded")
     model.compile("sgd", "mse")
     look = LambdaCallback(on_train_batch_end=lambda batch, logs: updates.append(batch))
     with pytest.raises(DataError) as caught:
-        model.fit(DataLoader(Breaks(error), 4, num_workers=2), verbose=0, callbacks=look)
+        model.fit(DataLoader(Breaks(error), 4, num_workers=workers), verbose=0, callbacks=look)
     assert updates == [*range(15)]
     assert str(caught.value).startswith(
         f"training data, batch 15: sample 61 of Breaks could not be read: {type(error).__name__}: "
@@ -309,8 +364,8 @@ def test_batches_before_an_error_are_trained_on(error):
     )
 
 
-def executions(device_iterations):
-    loader = DataLoader(Noisy(), 4, shuffle=True, num_workers=2)
+def executions(device_iterations, workers=2):
+    loader = DataLoader(Noisy(), 4, shuffle=True, num_workers=workers)
     source = DataAdapter(loader, "data")
     pipeline = BatchPipeline(
         JobSpec(source, plan(device_iterations), Mode.TRAIN, 0, "train"), BatchForm(own_loss=True)
@@ -324,19 +379,23 @@ def plan(device_iterations):
 
 
 def read(pipeline, device_iterations):
-    """The leaves of all micro-batches, and the positions after the executions."""
-    leaves, places, sizes = [], [], []
+    """All micro-batches, their number and position, and states, after each execution."""
+    leaves, places, sizes, states = [], [], [], []
     for batch in pipeline.executions(0, plan(device_iterations)):
         leaves += [micro.leaves for micro in batch.micro_batches]
         sizes.append(len(batch.micro_batches))
         places.append(batch.place)
-    return leaves, places, sizes
+        states.append(generator_states())
+    return leaves, places, sizes, states
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("device_iterations", [1, 4, 50])
-def test_any_number_of_device_iterations_has_the_same_batches(device_iterations):
-    wanted, _, _ = read(executions(1), 1)
-    own, places, sizes = read(executions(device_iterations), device_iterations)
+def test_any_number_of_device_iterations_has_the_same_batches(device_iterations, workers):
+    seed()
+    wanted, _, _, _ = read(executions(1, workers), 1)
+    seed()
+    own, places, sizes, _ = read(executions(device_iterations, workers), device_iterations)
     assert [place.batches for place in places] == [
         *range(device_iterations, 21, device_iterations),
         21,
@@ -346,11 +405,13 @@ def test_any_number_of_device_iterations_has_the_same_batches(device_iterations)
     assert_same(own, wanted)
 
 
-def test_an_epoch_goes_on_in_its_middle():
-    """From within a message, with the numbers that its workers would have drawn."""
-    wanted, places, _ = read(executions(2), 2)
-    for place in places[:-1]:
-        later = executions(2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_goes_on_in_its_middle(workers):
+    """From within what is read together, with the numbers that would have been drawn."""
+    wanted, places, _, states = read(executions(2, workers), 2)
+    for place, state in list(zip(places, states))[:-1:3]:
+        set_generators(state)
+        later = executions(5, workers)
         later.seek(place, place.batches, place.batches)
-        own, _, _ = read(later, 2)
+        own, _, _, _ = read(later, 5)
         assert_same(own, wanted[place.batches :])

@@ -19,8 +19,7 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ArrayLoader, EpochOrder, array_loader, rows_in_memory
-from ipufit.data.pipeline import BatchPipeline, JobSpec
-from ipufit.data.prefetch import fetch_ahead
+from ipufit.data.pipeline import BatchPipeline, JobSpec, fetch_ahead
 from ipufit.data.source import DataAdapter
 from ipufit.utils import tree
 from ipufit.utils.random_streams import DataStream

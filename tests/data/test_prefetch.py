@@ -25,7 +25,7 @@ from torch.utils.data import (
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.core.batch import CombinedBatch
-from ipufit.data.prefetch import fetch_ahead
+from ipufit.data.pipeline import fetch_ahead
 from ipufit.data.source import DataAdapter
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import DataError

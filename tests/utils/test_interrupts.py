@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import ipufit
 from ipufit.data import loaders
 from ipufit.data.loaders import end_workers
-from ipufit.data.prefetch import fetch_ahead
+from ipufit.data.pipeline import fetch_ahead
 from ipufit.errors import DataError
 from ipufit.utils.interrupts import defer_sigint, is_interrupted, starting_processes
 
