@@ -32,6 +32,9 @@ from ipufit.partition.request import Parallel as Parallel
 from ipufit.planner.partition_plan import PartitionPlan as PartitionPlan
 from ipufit.processes import distributed as distributed
 from ipufit.report import Report as Report
+from ipufit.search.fit_many import FitResult as FitResult
+from ipufit.search.fit_many import FitResults as FitResults
+from ipufit.search.fit_many import fit_many as fit_many
 from ipufit.tracing.comparison import Comparison as Comparison
 from ipufit.training.model import Model as Model
 from ipufit.training.model import StepsModel as StepsModel

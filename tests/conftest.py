@@ -47,7 +47,7 @@ ENGINE = pytest.StashKey()
 OWN_ENGINES = (
     *("against_keras", "analysis/check", "analysis/compare", "as_poptorch", "bench", "browser"),
     *("cli", "conformance", "house", "integrations", "lightning", "pages", "poptorch", "processes"),
-    *("report", "sklearn"),
+    *("report", "search", "sklearn"),
 )
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import (
 from ipufit.core.batch import RawBatch
 from ipufit.errors import DataError, first_line
 from ipufit.utils import tree
+from ipufit.utils.random_streams import Seeds
 
 # Kinds of dtypes of NumPy's.
 _NUMBERS = "biufc"
@@ -137,6 +138,9 @@ def is_in_memory(leaf: object) -> bool:
 
 def _copy(leaf: tree.Leaf, rows: Union[slice, Tensor]) -> Tensor:
     """Only these rows are read: of a memory-mapped array nothing else enters memory."""
+    if isinstance(rows, Tensor) and rows.dim() > 1:
+        copy = _copy(leaf, rows.reshape(-1))
+        return copy.view(*rows.shape, *copy.shape[1:])
     if not isinstance(leaf, Tensor):
         return _dense(leaf[rows if isinstance(rows, slice) else rows.numpy()], copy=True)
     tensor: Tensor = leaf.detach()
@@ -378,7 +382,8 @@ class EpochOrder:
 
     Args:
         samples: how many there are.
-        key: seed of a generator that nothing else uses.
+        key: seed of a generator that nothing else uses; of several each has an order, and a sample
+            is a row of each, along a dimension of its own.
     """
 
     def __init__(self, samples: int, key: int) -> None:
@@ -386,7 +391,10 @@ class EpochOrder:
         self._key = key
 
     def permutation(self) -> Tensor:
-        """Draw the order of the samples, shape (samples,), int64."""
+        """Draw the order of the samples, shape (samples,) or (samples, keys), int64."""
+        if isinstance(self._key, Seeds):
+            orders = [EpochOrder(self._samples, key).permutation() for key in self._key.each]
+            return torch.stack(orders, 1)
         generator = torch.Generator(device="cpu").manual_seed(self._key)
         return torch.randperm(self._samples, generator=generator, device="cpu")
 

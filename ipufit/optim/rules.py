@@ -70,7 +70,7 @@ class OptimizerRule:
             p: flat parameters.
             g: flat gradient.
             state: flat tensors by name.
-            c: the coefficients, 0-dim.
+            c: the coefficients, 0-dim or of a shape that broadcasts.
             segments: the part of ``p`` that each parameter has.
         """
         raise NotImplementedError
@@ -239,6 +239,33 @@ class RMSpropRule(OptimizerRule):
         p.sub_(step if self.tensorflow else step * lr)
 
 
+class RuleOfModels(OptimizerRule):
+    """Rule for a parameter with a row for each of several models, and settings for each of them.
+
+    The group has the settings under "models", and among its own each that is on for some model.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._models = len(group["models"])
+
+    def coefficients(  # type: ignore[override]
+        self, group: Group, step: float
+    ) -> List[List[List[float]]]:
+        """The numbers of one update, for each a column with those of the models."""
+        of_one = super().coefficients
+        by_model = [of_one(settings, step) for settings in group["models"]]
+        return [[[value] for value in values] for values in zip(*by_model)]
+
+    def update(
+        self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
+    ) -> None:
+        """Change ``p`` and ``state`` in place, row by row."""
+        p, g = p.view(self._models, -1), g.view(self._models, -1)
+        rows = {name: tensor.view(self._models, -1) for name, tensor in state.items()}
+        super().update(p, g, rows, c, segments)
+
+
 def _unbiased(beta: float, step: float) -> float:
     """1 - beta ** step; NaN where state that was read back makes no sense of it."""
     return 1 - beta**step if step > 0 and 0 <= beta < 1 else math.nan
@@ -290,7 +317,9 @@ def rules_for(optimizer: torch.optim.Optimizer) -> List[Optional[Type[OptimizerR
     """
     rules: List[Optional[Type[OptimizerRule]]] = []
     for kind, group in zip(kinds_by_group(optimizer), optimizer.param_groups):
-        rule = _RULES.get(kind)
+        rule = _RULES.get(group.get("kind", kind))
+        if rule is not None and "models" in group:
+            rule = type(f"{rule.__name__}OfModels", (RuleOfModels, rule), {})
         if rule is not None and group.get("differentiable"):
             raise OptimizerError(
                 "differentiable=True keeps a graph through the update, which a traced program "

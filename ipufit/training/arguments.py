@@ -29,6 +29,7 @@ from ipufit.training.fit_data import (
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.utils.console import VerboseLevel, resolve_verbose
 from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.random_streams import Seeds
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.training_state import RestoredState
@@ -306,4 +307,4 @@ def checked_seed(seed: object) -> int:
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise ConfigurationError(f"seed must be an integer or None, got {seed!r}.")
-    return operator.index(seed)
+    return seed if isinstance(seed, Seeds) else operator.index(seed)

@@ -42,11 +42,37 @@ def draw_seed() -> int:
     return int(torch.randint(0, 2**31 - 1, (), dtype=torch.int64).item())
 
 
+class Seeds(int):
+    """Seeds of several models that train as one, or keys made of them; as a number, the first.
+
+    Attributes:
+        each: one for each model.
+    """
+
+    each: Sequence[int]
+
+    @staticmethod
+    def of(each: Sequence[int]) -> Seeds:
+        """Join the seeds of models."""
+        seeds = Seeds(each[0])
+        seeds.each = each
+        return seeds
+
+    def __add__(self, other: int) -> Seeds:
+        return Seeds.of([each + other for each in self.each])
+
+
+# Generators on the host for the random numbers of each of several models.
+GENERATORS: List[torch.Generator] = []
+
+
 def stream_key(seed: int, *parts: object) -> int:
     """A 63-bit generator seed from a user's seed and the place where it is used.
 
     Hashed, so that neighbouring seeds, updates or replicas do not give related generators.
     """
+    if isinstance(seed, Seeds):
+        return Seeds.of([stream_key(each, *parts) for each in seed.each])
     text = "/".join(str(part) for part in (seed, *parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -72,6 +98,10 @@ def seed_generators(key: int, device: torch.device = HOST) -> None:
     Those of other devices, where a module has parts of it, start at keys of their own.
     """
     torch.default_generator.manual_seed(key)
+    for row, of_model in enumerate(key.each if isinstance(key, Seeds) else ()):
+        if row == len(GENERATORS):
+            GENERATORS.append(torch.Generator())
+        GENERATORS[row].manual_seed(of_model)
     for each in devices_in_use(device):
         generator = generator_of(each)
         if generator is not None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable, Dict, Mapping, Optional, Type
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Type
 
 import torch
 from torch import Tensor
 
-from ipufit.optim.rules import AdamRule, AdamWRule, OptimizerRule
+from ipufit.optim.rules import AdamRule, AdamWRule, OptimizerRule, RuleOfModels
 
 # Changes parameters and state in place: flat parameters, flat gradients, both moments, the largest
 # second moments of amsgrad or an empty list, which update of the group it is, from 1, and what
@@ -31,12 +31,29 @@ def fused_for(rule: OptimizerRule, flat: Tensor) -> Optional[FusedKernel]:
         rule: of the block.
         flat: its parameters.
     """
-    kernel = _KERNELS.get(type(rule))
+    of_models = isinstance(rule, RuleOfModels)
+    kernel = _KERNELS.get(type(rule).__bases__[1] if of_models else type(rule))
     if kernel is None or flat.dtype not in _DTYPES:
         return None
     if isinstance(rule, AdamRule) and rule.decoupled:
         kernel = _KERNELS[AdamWRule]
-    return kernel if _works(kernel, flat.device, flat.dtype) else None
+    assert kernel is not None
+    if not _works(kernel, flat.device, flat.dtype):
+        return None
+    return functools.partial(_each_row, kernel) if of_models else kernel
+
+
+def _each_row(
+    kernel: FusedKernel,
+    *lists: Sequence[Tensor],
+    models: Sequence[Mapping[str, object]],
+    amsgrad: bool,
+) -> None:
+    """Call a kernel for each of several models, whose rows are in the tensors of the lists."""
+    *tensors, steps = lists
+    by_list = [[tensor.view(len(models), -1).unbind() for tensor in each] for each in tensors]
+    for row, settings in enumerate(models):
+        kernel(*[[rows[row] for rows in each] for each in by_list], steps, **settings)
 
 
 def numbers_for(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
@@ -46,6 +63,9 @@ def numbers_for(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
         group: settings of a parameter group.
         n: which update of the group it is, from 1.
     """
+    if "models" in group:
+        models = [numbers_for(settings, n) for settings in group["models"]]
+        return {"models": models, "amsgrad": bool(group.get("amsgrad"))}
     beta1, beta2 = group["betas"]
     # State that was read back may make no sense, which the weights then show.
     is_sane = n > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1

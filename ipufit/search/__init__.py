@@ -1,0 +1,1 @@
+"""Many settings of a model, trained together."""

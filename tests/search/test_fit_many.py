@@ -1,0 +1,482 @@
+"""fit_many trains every model as its own fit does, in one program where that is possible."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.errors import (
+    ConfigurationError,
+    DataError,
+    NonFiniteLossError,
+    NotCompiledError,
+    UnknownArgumentError,
+)
+from ipufit.search import stacked
+from tests.nets import CNN, MLP, Transformer
+
+# Summed in another order.
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def data(samples=23):
+    """Pictures of one channel and classes; 23 leave a tail in every plan."""
+    torch.manual_seed(5)
+    x = torch.randn(samples, 1, 3, 4, dtype=torch.float64)
+    return x, torch.randint(0, 5, (samples,))
+
+
+def build(net=MLP, seed=0, optimizer=torch.optim.Adam, lr=0.01, p=None, engine="auto", **options):
+    """A compiled model in float64; what is left are arguments of the optimizer or compile."""
+    of_optimizer = (
+        "momentum",
+        "weight_decay",
+        "nesterov",
+        "betas",
+        "dampening",
+        "amsgrad",
+        "centered",
+    )
+    settings = {name: options.pop(name) for name in of_optimizer if name in options}
+    torch.manual_seed(seed)
+    module = net().double()
+    for part in module.modules():
+        if p is not None and isinstance(part, nn.Dropout):
+            part.p = p
+    model = ipufit.Model(module, engine=engine)
+    made = optimizer(module if optimizer is sgd else module.parameters(), lr=lr, **settings)
+    loss = options.pop("loss", "cross_entropy")
+    model.compile(made, loss, **{"metrics": ["accuracy"], **options})
+    return model
+
+
+def in_float32(lr, engine="auto"):
+    """A compiled model as most are."""
+    torch.manual_seed(0)
+    module = MLP()
+    model = ipufit.Model(module, engine=engine)
+    model.compile(torch.optim.Adam(module.parameters(), lr), "cross_entropy")
+    return model
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """How many models each program of several models was made for."""
+    counts = []
+    init = stacked.StackedModels.__init__
+
+    def counted(self, models, orders_differ):
+        counts.append(len(models))
+        init(self, models, orders_differ)
+
+    monkeypatch.setattr(stacked.StackedModels, "__init__", counted)
+    return counts
+
+
+class Running(nn.Module):
+    """A buffer of its own that forward changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(12))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        """Take the running mean off."""
+        x = x.flatten(1)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.head(x - self.mean)
+
+
+class Parts(nn.Module):
+    """A parameter without dimensions, a frozen one, and one that has two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+        self.offset = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.first = nn.Linear(12, 12)
+        self.second = nn.Linear(12, 12)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        """Use all of them."""
+        x = self.second(self.first(x.flatten(1)).tanh())
+        return self.head(x) * self.factor + self.offset
+
+
+def check(results, grid, x, y, make=build, seed=3, **options):
+    """Compare with fits one after another; then train on, which needs all state to be there."""
+    assert [each.setting for each in results] == grid
+    for each in results:
+        setting = each.setting
+        alone = make(**setting)
+        alone.fit(x, y, verbose=0, seed=setting.get("seed", seed), **options)
+        assert each.error is None
+        assert_same(each.model, alone)
+    for model in (each.model, alone):
+        model.fit(x, y, verbose=0, seed=1, batch_size=options.get("batch_size"))
+    assert_same(each.model, alone)
+
+
+def assert_same(model, other):
+    """Same values of epochs, weights, buffers, and state of the optimizer."""
+    values, others = model.history.history, other.history.history
+    assert values.keys() == others.keys()
+    for name, each in values.items():
+        assert each == pytest.approx(others[name], rel=1e-10, abs=1e-10), name
+    tensors, wanted = model.module.state_dict(), other.module.state_dict()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, wanted[name], **CLOSE, msg=name)
+    states = [each.optimizer.state_dict()["state"] for each in (model, other)]
+    torch.testing.assert_close(*states, **CLOSE)
+
+
+def sgd(module, lr, **settings):
+    """Two groups, of which biases do not decay."""
+    biases = [p for name, p in module.named_parameters() if name.endswith("bias")]
+    rest = [p for name, p in module.named_parameters() if not name.endswith("bias")]
+    groups = [{"params": rest}, {"params": biases, "weight_decay": 0.0, "lr": 2 * lr}]
+    return torch.optim.SGD(groups, lr=lr, **settings)
+
+
+SETTINGS = {
+    "sgd": {"optimizer": torch.optim.SGD},
+    "momentum": {"optimizer": torch.optim.SGD, "momentum": 0.9, "nesterov": True},
+    "dampening": {"optimizer": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5},
+    "adam": {},
+    "amsgrad": {"amsgrad": True, "betas": (0.8, 0.99)},
+    "adamw": {"optimizer": torch.optim.AdamW},
+    "rmsprop": {"optimizer": torch.optim.RMSprop, "momentum": 0.5, "centered": True},
+    "groups": {"optimizer": sgd, "momentum": 0.9},
+    "dropout": {"net": CNN, "optimizer": torch.optim.SGD},
+    "sums": {
+        "reduction": ipufit.Reduction(gradients="sum"),
+        "optimizer": torch.optim.SGD,
+        "lr": 1e-4,
+    },
+    "smoothing": {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+    "weights of classes": {"loss": nn.CrossEntropyLoss(torch.arange(1.0, 6.0).double())},
+    "function": {"loss": lambda prediction, target: prediction[range(len(target)), target].var()},
+    "metrics": {"metrics": {"top": "top_2_accuracy", "most": lambda p, t: p.max()}},
+    "buffers": {"net": Running},
+    "parts": {"net": Parts},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_model_ends_as_its_own_fit_leaves_it(name, programs):
+    """Weights, buffers, state and values of epochs; seeds, rates and decays differ."""
+    x, y = data()
+    rate = SETTINGS[name].get("lr", 0.01)
+    grid = [
+        {"lr": factor * rate, "seed": seed, **decay}
+        for factor, seed, decay in ((1, 0, {}), (2, 1, {"weight_decay": 0.1}))
+    ]
+
+    def make(lr, **setting):
+        return build(**{**copy.deepcopy(SETTINGS[name]), "lr": lr, **setting})
+
+    options = {"epochs": 2, "batch_size": 4}
+    options.update({"validation_split": 0.2} if name == "adam" else {})
+    results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, **options)
+    assert programs == [2]
+    check(results, grid, x, y, make, **options)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"device_iterations": 3},
+        {"device_iterations": 2, "gradient_accumulation": 2},
+        {"device_iterations": 2, "gradient_accumulation": 3, "ipus": 2},
+    ],
+    ids=str,
+)
+def test_every_plan_and_its_tails(plan, programs):
+    """BatchNorm and dropout at rates of their own, with replicas and smaller last batches."""
+    x, y = data()
+    grid = [{"p": p, "lr": lr} for p, lr in ((0.1, 0.1), (0.3, 0.01), (0.25, 0.02))]
+
+    def make(p, lr):
+        return build(CNN, 2, torch.optim.SGD, lr, p, momentum=0.9)
+
+    options = {"epochs": 2, "batch_size": 3, "seed": 7, **plan}
+    results = ipufit.fit_many(make, grid, x, y, verbose=0, **options)
+    assert programs == [3]
+    check(results, grid, x, y, make, **options)
+
+
+def test_a_dict_of_lists_stands_for_all_combinations():
+    """In the order of its names, the last one fastest, as the settings of the results say."""
+    x, y = data(8)
+    results = ipufit.fit_many(build, {"lr": [0.1, 0.2], "seed": range(2)}, x, y, verbose=0)
+    wanted = [{"lr": lr, "seed": seed} for lr in (0.1, 0.2) for seed in (0, 1)]
+    assert [each.setting for each in results] == wanted
+    assert [each.model.history.params["seed"] for each in results] == [0, 1, 0, 1]
+
+
+def test_a_loss_that_is_no_number_ends_one_model_alone():
+    """The others end as ever, and the table has no values of it."""
+    x, y = data()
+    grid = [{"lr": 0.1}, {"lr": 1e308}, {"lr": 0.2}]
+
+    def make(lr):
+        return build(Running, 0, torch.optim.SGD, lr)
+
+    options = {"epochs": 2, "batch_size": 4, "device_iterations": 3}
+    results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, **options)
+    error = results[1].error
+    assert isinstance(error, NonFiniteLossError)
+    assert str(error) == (
+        "the loss became nan in epoch 1. Look for a learning rate that is too high, a log or "
+        "division of zero, or non-finite data."
+    )
+    assert error.epoch == 0
+    rest = [results[0], results[2]]
+    check(rest, [grid[0], grid[2]], x, y, make, seed=3, **options)
+    assert results.best("loss").error is None
+    assert results[1].values == {}
+    assert str(results[1]) == f"lr=1e+308: {error}"
+
+
+def test_models_of_another_program_train_beside_the_others(programs):
+    """Two widths make two programs; one that nobody shares runs by itself, and is named."""
+    x, y = data()
+
+    def make(width, lr=0.1):
+        def net():
+            return nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.Linear(width, 5))
+
+        return build(net, 0, torch.optim.SGD, lr)
+
+    grid = [{"width": 3}, {"width": 4}, {"width": 3, "lr": 0.2}, {"width": 4, "lr": 0.3}]
+    results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, epochs=2)
+    assert programs == [2, 2]
+    check(results, grid, x, y, make, seed=3, epochs=2)
+    grid = [{"width": 3}, {"width": 4}, {"width": 3, "lr": 0.2}]
+    with pytest.warns(UserWarning, match="one after another") as caught:
+        results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, epochs=2)
+    assert [str(each.message) for each in caught] == [
+        "1 of 3 models train one after another (number 1): no other model has the same structure."
+    ]
+    check(results, grid, x, y, make, seed=3, epochs=2)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("as_dataset", [True, False])
+def test_samples_come_in_the_order_of_each_model(shuffle, as_dataset, programs):
+    """Arrays and datasets of tensors, with and without an order for each model."""
+    x, y = data()
+    samples = (TensorDataset(x, y), None) if as_dataset else (x, y)
+    grid = [{"lr": 0.1, "seed": 3}, {"lr": 0.1, "seed": 4}]
+    options = {"batch_size": 8, "shuffle": shuffle, "epochs": 2, "validation_data": (x, y)}
+    results = ipufit.fit_many(build, grid, *samples, verbose=0, **options)
+    assert programs == [2]
+    check(results, grid, *samples, **options)
+
+
+def test_inputs_by_name_and_several_of_them(programs):
+    """Dicts go to the parameters of forward."""
+
+    class Two(nn.Module):
+        """Takes two inputs."""
+
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(12, 5)
+
+        def forward(self, second, first):
+            """Subtract one from the other."""
+            return self.head((first - 2 * second).flatten(1))
+
+    x, y = data()
+    grid = [{"lr": 0.1}, {"lr": 0.2}]
+
+    def make(lr):
+        return build(Two, lr=lr)
+
+    inputs = {"first": x, "second": x.flip(0)}
+    results = ipufit.fit_many(make, grid, inputs, y, verbose=0, seed=3, batch_size=8)
+    assert programs == [2]
+    check(results, grid, inputs, y, make, batch_size=8)
+
+
+class Noisy(nn.Module):
+    """Adds noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x):
+        """Add noise."""
+        x = x.flatten(1)
+        return self.layer(x + torch.randn_like(x))
+
+
+class Branch(nn.Module):
+    """Depends on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x):
+        """Go by the sign of a sum."""
+        x = x.flatten(1)
+        return self.layer(x if x.sum() > 0 else -x)
+
+
+class Unused(nn.Module):
+    """A parameter that the loss does not depend on, which no optimizer moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rest = nn.Linear(12, 5), nn.Linear(1, 1)
+
+    def forward(self, x):
+        """Use one of two layers."""
+        return self.layer(x.flatten(1))
+
+
+ALONE = {
+    "attention": ({"net": Transformer}, "torch's attention can't run for several models at once"),
+    "clip": ({"clip": ipufit.Clip(norm=1.0)}, "compile has options for one model"),
+    "schedule": ({"lr_scheduler": "cosine"}, "{'lr_scheduler': 'Cosine'}."),
+    "lamb": ({"optimizer": ipufit.optim.LAMB}, "its optimizer"),
+    "own step": ({"optimizer": torch.optim.Adadelta}, "its optimizer"),
+    "draws": ({"net": Noisy}, "as one, they fail with"),
+    "branch": ({"net": Branch, "run_eagerly": True}, "for one model: {'jit': 'off'}."),
+    "unused": ({"net": Unused, "weight_decay": 0.1}, "the loss does not depend on 'rest.weight'"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_can_not_run_as_one_trains_one_after_another(name):
+    """With the same numbers, and a warning that says why."""
+    x, y = data()
+    options, reason = ALONE[name]
+
+    def make(lr):
+        return build(lr=lr, **copy.deepcopy(options))
+
+    with pytest.warns(UserWarning, match="models train one after another") as caught:
+        results = ipufit.fit_many(make, {"lr": [0.1, 0.2]}, x, y, verbose=0, seed=3)
+    (text,) = [str(each.message) for each in caught]
+    assert text.startswith("2 of 2 models train one after another (number 0, 1): ")
+    assert reason in text
+    check(results, [{"lr": 0.1}, {"lr": 0.2}], x, y, make, seed=3)
+
+
+def test_another_engine_trains_one_after_another():
+    """The stand-in for an IPU has a device for each program."""
+    x, y = data(8)
+    with pytest.warns(UserWarning, match="number 0, 1\\): only the embedded engine"):
+        results = ipufit.fit_many(
+            lambda lr: in_float32(lr, "ipu-standin"), {"lr": [0.1, 0.2]}, x.float(), y, seed=0
+        )
+    assert [each.error for each in results] == [None, None]
+
+
+def test_the_results_are_a_table(capsys):
+    """A line for each setting with its last values, one for each epoch, and the best of all."""
+    x, y = data()
+    results = ipufit.fit_many(
+        build, {"lr": [0.001, 0.1]}, x, y, epochs=2, seed=0, validation_split=0.2
+    )
+    losses = [each.model.history.history["val_loss"] for each in results]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"epoch {epoch + 1}: 2 models, val_loss from {min(both):.4g} "
+        f"(lr={0.001 if both[0] < both[1] else 0.1}) to {max(both):.4g}"
+        for epoch, both in enumerate(zip(*losses))
+    ]
+    best = min(results, key=lambda each: each.values["val_loss"])
+    assert results.best() is best
+    assert results.best("val_accuracy").values["val_accuracy"] == max(
+        each.values["val_accuracy"] for each in results
+    )
+    values = results[0].values
+    assert [*values] == ["loss", "accuracy", "val_loss", "val_accuracy"]
+    first, _ = str(results).splitlines()
+    assert first == "lr=0.001: " + ", ".join(f"{name}={v:.4g}" for name, v in values.items())
+    about = results[1].model.history.params
+    assert about["directions"]["val_accuracy"] == "max"
+    assert about["metrics"] == ["loss", "accuracy", "val_loss", "val_accuracy"]
+    assert results[1].model.history.best_epoch("val_loss") in (0, 1)
+
+
+def test_best_of_nothing_known_says_what_there_is():
+    """Names of values, and that a mode is needed."""
+    x, y = data(8)
+    results = ipufit.fit_many(build, [{"lr": 0.1}, {"lr": 0.2}], x, y, seed=0, verbose=0)
+    with pytest.raises(ConfigurationError) as raised:
+        results.best("val_loss")
+    assert str(raised.value) == (
+        "best needs a value that says which model is better, but got 'val_loss'. Pass one of "
+        "accuracy, loss, with mode='min' or 'max' where its name does not say."
+    )
+
+
+REFUSED = {
+    "an empty grid": ({"grid": []}, "grid must be a list of settings"),
+    "a grid of numbers": ({"grid": [1, 2]}, "grid must be a list of settings"),
+    "a grid of a number": ({"grid": {"lr": 1}}, "with at least one setting, got {'lr': 1}"),
+    "a checkpoint": ({"checkpoint": "runs"}, "but checkpoint would be those of one"),
+    "callbacks": (
+        {"callbacks": [ipufit.callbacks.EarlyStopping("loss")], "checkpoint": "runs"},
+        "fit_many trains several models, but callbacks and checkpoint would be those of one. Leave "
+        "it out, or call fit for each model.",
+    ),
+    "no model": ({"build": lambda lr: None}, "build must return a compiled ipufit.Model, got None"),
+    "not compiled": (
+        {"build": lambda lr: ipufit.Model(nn.Linear(1, 1))},
+        "fit_many needs a compiled model. Call model.compile",
+    ),
+    "a bad option": ({"epochs": -1}, "epochs must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_can_not_work_are_refused_before_training(name):
+    """With what was expected, what came, and what to do."""
+    x, y = data(8)
+    options, text = REFUSED[name]
+    arguments = {"build": build, "grid": {"lr": [0.1, 0.2]}, **options}
+    with pytest.raises((ConfigurationError, NotCompiledError)) as raised:
+        ipufit.fit_many(arguments.pop("build"), arguments.pop("grid"), x, y, verbose=0, **arguments)
+    assert text in str(raised.value)
+
+
+def test_batches_and_unknown_arguments_are_refused():
+    """A loader is one for all models; names are those of fit."""
+    x, y = data(8)
+    with pytest.raises(DataError, match="already comes in batches, from a DataLoader"):
+        ipufit.fit_many(build, {"lr": [0.1]}, DataLoader(TensorDataset(x, y)))
+    with pytest.raises(UnknownArgumentError, match="epoch"):
+        ipufit.fit_many(build, {"lr": [0.1, 0.2]}, x, y, verbose=0, epoch=3)
+
+
+def test_float32_agrees_near_rounding_and_nothing_is_warned_of():
+    """As people train."""
+    x, y = data()
+
+    grid = [{"lr": lr} for lr in (0.01, 0.02)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = ipufit.fit_many(in_float32, grid, x.float(), y, epochs=3, seed=3, verbose=0)
+    for each in results:
+        alone = in_float32(**each.setting)
+        alone.fit(x.float(), y, epochs=3, seed=3, verbose=0)
+        for one, other in zip(each.model.module.parameters(), alone.module.parameters()):
+            torch.testing.assert_close(one, other)
+        assert not math.isnan(each.model.history.history["loss"][-1])
