@@ -221,6 +221,11 @@ def mark_again(node: fx.Node, first: fx.Node) -> None:
     node.meta[_AGAIN] = recorded_name(first)
 
 
+def is_again(node: fx.Node) -> bool:
+    """Tell whether the node computes again what another one was recorded for."""
+    return _AGAIN in node.meta
+
+
 def recorded_name(node: fx.Node) -> str:
     """The name that the node, or the one that it computes again, had in the recording."""
     name: str = node.meta.get(_AGAIN, node.name)

@@ -194,7 +194,7 @@ def run_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
             reserve = _Reserve.apply(  # type: ignore[no-untyped-call]
                 leaves[wanted[0]], size, (results, leaves)
             )
-    return [*(result.detach() for result in results), reserve]
+    return [*(result.detach().contiguous() for result in results), reserve]
 
 
 class _Reserve(torch.autograd.Function):

@@ -112,13 +112,14 @@ def _run_ctc(
         return losses, log_probs.new_empty(0)
     ones = torch.ones_like(losses)
     backward = torch.ops.aten._ctc_loss_backward
-    return losses, backward(ones, log_probs, *arguments, losses, alphas, *rest)
+    gradients = backward(ones, log_probs, *arguments, losses, alphas, *rest)
+    return losses, gradients.contiguous()
 
 
 def _empty_ctc(log_probs: Tensor, *rest: object) -> Tuple[Tensor, Tensor]:
     """Make results without values, for tracing."""
     losses = log_probs.new_empty(log_probs.shape[1])
-    return losses, torch.empty_like(log_probs) if rest[-1] else log_probs.new_empty(0)
+    return losses, log_probs.new_empty(log_probs.shape if rest[-1] else 0)
 
 
 # Loss and gradient at once: what torch keeps between them has a shape that depends on the targets.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -21,14 +21,13 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.gradient_reduction import GradientReduction
 from ipufit.optim.several import name_of_optimizer
-from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
+from ipufit.tracing.recording import is_again, is_backward
 from ipufit.utils import tree
 from ipufit.utils.random_operators import draws, hoist_draws
 
-# Operators that torch itself brings along, so that another process has them too.
-_LIBRARIES = ("aten", "prims", "mkldnn")
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+# Operators that torch itself or ipufit brings along, so that another process has them too.
+_LIBRARIES = ("aten", "ipufit", "mkldnn", "prims")
 _CAT = torch.ops.aten.cat.default
 
 
@@ -84,7 +83,17 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
     inputs = [node for node in copied.nodes if node.op == "placeholder"]
     scale = [] if live.scaler is None else [live.scaler.tensor(live.device)]
     leaves = [*example.leaves, *scale]
-    leaves += [node.meta["val"] for node in inputs[state + len(leaves) :]]
+    drawn = inputs[state + len(leaves) :]
+    leaves += [node.meta["val"] for node in drawn]
+    memories = Memories(copied)
+    for node in drawn:
+        if memories.of(node) in memories.writes:
+            # The library would write it back.
+            with copied.inserting_before(inputs[-1].next):
+                copy_of = copied.call_function(torch.ops.aten.clone.default, (node,))
+            copy_of.meta = dict(node.meta)
+            node.replace_all_uses_with(copy_of, lambda user, copy=copy_of: user is not copy)
+    _order_repetitions(copied, inputs[state:])
     source, code, constants, outputs = _code(graph, copied, blocks, recorded.lowered.way == KERNELS)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
@@ -116,6 +125,7 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         dtype=None if dtype is None else str(dtype).replace("torch.", ""),
         clip=config.clip,
         scale=len(example.leaves) if scale else None,
+        recomputes=bool(config.recompute),
     )
     state_names = [rule.tensors for rule in form.rules()]
     return CompilableUpdate(form, state_names, rest, constants, draw, tuple(leaves))
@@ -127,8 +137,6 @@ def _refuse_config(live: TrainingState) -> None:
         raise UncompilableError(f"{optimizer} runs through its own step")
     if config.group_clips:
         raise UncompilableError("optimizers have their own gradient clipping")
-    if config.recompute:
-        raise UncompilableError("the compiler would undo the recomputation")
     if isinstance(live.updater.memory, HostMemory):
         raise UncompilableError(
             "offload_optimizer keeps the optimizer's state elsewhere between updates"
@@ -138,8 +146,6 @@ def _refuse_config(live: TrainingState) -> None:
 def _refuse_operators(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         comes_with_torch = getattr(node.target, "namespace", None) in _LIBRARIES
-        if node.target is recurrent.FORWARD:
-            raise UncompilableError("its recurrent layers run as torch's own code")
         if (
             node.op == "call_function"
             and not comes_with_torch
@@ -151,11 +157,43 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
                 raise UncompilableError(
                     f"it computes on {value.device.type}, and this compiles for the CPU"
                 )
-            if value.is_complex() or (value.is_floating_point() and value.dtype not in _DTYPES):
-                kind = str(value.dtype).replace("torch.", "")
-                raise UncompilableError(
-                    f"it computes in {kind}; compiled are float32, float64 and bfloat16"
-                )
+            if value.is_complex():
+                raise UncompilableError("it computes with complex numbers")
+
+
+def _order_repetitions(graph: fx.Graph, leaves: Sequence[fx.Node]) -> None:
+    """Let what is computed again wait for the gradient before it, as it does in the recording.
+
+    A compiler orders what it likes, and would keep what was to be computed later.
+
+    Args:
+        graph: is changed.
+        leaves: inputs of a micro-batch that no parameters are.
+    """
+    values = torch.ops.aten
+    before: Optional[fx.Node] = None
+    waiting: Set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if not is_again(node):
+            if is_backward(node) and isinstance(node.meta.get("val"), Tensor):
+                before = node
+            continue
+        assert before is not None
+        for read in node.all_input_nodes if waiting.isdisjoint(node.all_input_nodes) else ():
+            if is_again(read) or (read.op == "placeholder" and read not in leaves):
+                continue
+            with graph.inserting_before(node):
+                gradient = before
+                for _ in range(before.meta["val"].dim()):
+                    gradient = graph.call_function(values.select.int, (gradient, 0, 0))
+                is_zero = graph.call_function(values.eq.Scalar, (gradient, 0))
+                # The same value in any case.
+                late = graph.call_function(values.where.self, (is_zero, read, read))
+            late.meta = dict(read.meta)
+            node.replace_input_with(read, late)
+            waiting.add(late)
+        if not waiting.isdisjoint(node.all_input_nodes):
+            waiting.add(node)
 
 
 def _code(

@@ -38,7 +38,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatStorage
 
 _LOG = "log.txt"
-_RUN = "import sys; from {0} import main; sys.exit(main(sys.argv[1], sys.argv[2]))"
+_RUN = "import sys; from {0} import main; sys.exit(main(sys.argv[1]))"
 _SHOWN = 2000
 
 
@@ -108,7 +108,7 @@ def _started(place: Path, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TMPDIR": str(scratch),
     }
-    command = [sys.executable, "-c", _RUN.format(worker.__name__), str(place), LIBRARY]
+    command = [sys.executable, "-c", _RUN.format(worker.__name__), str(place)]
     with open(place / _LOG, "wb") as log:
         process = subprocess.Popen(
             command,

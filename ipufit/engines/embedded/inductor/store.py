@@ -22,9 +22,11 @@ from torch import Tensor
 from ipufit.engines.embedded.timing import cache_dir
 from ipufit.errors import ConfigurationError
 
-__all__ = ["LIBRARY", "Libraries", "LibraryStore", "Runner", "key_of"]
+__all__ = ["CALLS", "LIBRARY", "Libraries", "LibraryStore", "Runner", "key_of"]
 
 LIBRARY = "program.so"
+# Where torch looks for the operators that the library calls by name; not there if it calls none.
+CALLS = "program.json"
 _DESCRIPTION, _SCRATCH = "entry.json", "scratch"
 # Bytes, and seconds after which what was left half made is nobody's any more.
 _LARGEST = 256 * 2**20
@@ -71,7 +73,7 @@ class LibraryStore:
         """Find the library of a program; None if it is not stored."""
         entry = self._root / key_of(parts)
         described = _description(entry)
-        if described is None or described.get("sha256") != _digest(entry / LIBRARY):
+        if described is None or described.get("sha256") != _digest(entry):
             return None
         with contextlib.suppress(OSError):
             os.utime(entry)
@@ -117,12 +119,13 @@ class LibraryStore:
             seconds: that it took to compile.
         """
         entry = self._root / key_of(parts)
-        description = {"parts": parts, "seconds": seconds, "sha256": _digest(library)}
+        description = {"parts": parts, "seconds": seconds, "sha256": _digest(library.parent)}
         (library.parent / _DESCRIPTION).write_text(json.dumps(description))
         prepared = library.parent / "entry"
         prepared.mkdir(mode=0o700)
-        for path in (library, library.parent / _DESCRIPTION):
-            path.rename(prepared / path.name)
+        for name in (LIBRARY, CALLS, _DESCRIPTION):
+            with contextlib.suppress(FileNotFoundError):
+                (library.parent / name).rename(prepared / name)
         if self.find(parts) is None:
             shutil.rmtree(entry, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -179,10 +182,12 @@ def _description(entry: Path) -> Optional[Dict[str, object]]:
     return None
 
 
-def _digest(path: Path) -> Optional[str]:
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return None
+def _digest(entry: Path) -> str:
+    digest = hashlib.sha256()
+    for name in (LIBRARY, CALLS):
+        with contextlib.suppress(OSError):
+            digest.update((entry / name).read_bytes())
+    return digest.hexdigest()
 
 
 def _size(path: Path) -> int:

@@ -27,6 +27,7 @@ from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.timing import processor
 from ipufit.engines.gradient_reduction import GradientSum, are_finite
 from ipufit.optim import rules
+from ipufit.tracing import recurrent, unread_values
 from ipufit.tracing.flat_storage import FlatBlock, Slot
 
 # What the text of a graph refers to.
@@ -108,6 +109,7 @@ class UpdateSpec:
         dtype: of their sum, by torch's name; None for that of the gradients.
         clip: bounds on it.
         scale: place of the loss scale among the leaves; None where there is none.
+        recomputes: whether values are computed again rather than kept.
     """
 
     source: str
@@ -127,6 +129,7 @@ class UpdateSpec:
     dtype: Optional[str]
     clip: Clip
     scale: Optional[int]
+    recomputes: bool
 
     def rules(self) -> List[rules.OptimizerRule]:
         """Make the rule of each block."""
@@ -241,8 +244,9 @@ def _function(code: str) -> Callable[..., List[Tensor]]:
 # Changes whenever compiled programs can't be used any more for a reason that no part shows.
 _FORMAT = "2"
 # What the function of a specification is made of, and what compiles it.
+_MODULES = clipping, gradient_reduction, rules, cpu_kernels, recurrent, unread_values
 _SOURCES = (
-    *(str(module.__file__) for module in (clipping, gradient_reduction, rules, cpu_kernels)),
+    *(str(module.__file__) for module in _MODULES),
     *(__file__, str(Path(__file__).with_name("worker.py"))),
 )
 

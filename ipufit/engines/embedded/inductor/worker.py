@@ -7,6 +7,7 @@ other; here it is taught to call it with matrices that are no constants.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +17,10 @@ from pathlib import Path
 from typing import Any, Dict
 
 import torch
+from torch import fx
+
+from ipufit.engines.embedded.inductor.store import CALLS, LIBRARY
+from ipufit.tracing import recurrent
 
 __all__ = ["ERROR", "REQUEST", "main"]
 
@@ -23,20 +28,18 @@ REQUEST, ERROR = "request.json", "error.txt"
 _NICENESS = 10
 # Half precision is rounded after each operator, as where they run one by one.
 _ROUNDS = "emulate_precision_casts"
+# Bytes that two kernels must both read to become one. With few, those that both read coefficients
+# of the optimizer do, and the gradients of many layers wait for each other.
+_SHARED, _MUCH = "score_fusion_memory_threshold", 1024
 
 
-def main(directory: str, library: str) -> int:
-    """Compile; 0 if it went well.
-
-    Args:
-        directory: where the request is.
-        library: name of what is made there.
-    """
+def main(directory: str) -> int:
+    """Compile the request in a directory, and leave the library there; 0 if it went well."""
     threading.Thread(target=_end_with_input, daemon=True).start()
     os.nice(_NICENESS)
     place = Path(directory)
     try:
-        _compile((place / REQUEST).read_text(), place / library)
+        _compile((place / REQUEST).read_text(), place)
     except BaseException as error:
         traceback.print_exc()
         (place / ERROR).write_text(f"{type(error).__name__}: {error}")
@@ -50,7 +53,7 @@ def _end_with_input() -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _compile(text: str, library: Path) -> None:
+def _compile(text: str, place: Path) -> None:
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -62,10 +65,23 @@ def _compile(text: str, library: Path) -> None:
     examples = request.examples()
     with torch.no_grad():
         graph = make_fx(UpdateFunction(request.form), tracing_mode="fake")(*examples)
-        options: Dict[str, object] = {"aot_inductor.output_path": str(library)}
-        if hasattr(torch._inductor.config, _ROUNDS):
-            options[_ROUNDS] = True
-        torch._inductor.aot_compile(graph, tuple(examples), options=options)
+        options = _options(request.form.recomputes, graph)
+        options["aot_inductor.output_path"] = str(place)
+        compiled = Path(str(torch._inductor.aot_compile(graph, tuple(examples), options=options)))
+    for name in (LIBRARY, CALLS):
+        with contextlib.suppress(FileNotFoundError):
+            compiled.with_suffix(Path(name).suffix).rename(place / name)
+
+
+def _options(recomputes: bool, graph: fx.GraphModule) -> Dict[str, object]:
+    """Choose options of this TorchInductor for a graph."""
+    options: Dict[str, object] = {_ROUNDS: True}
+    if recomputes:
+        options[_SHARED] = _MUCH
+    if any(node.target is recurrent.FORWARD for node in graph.graph.nodes):
+        # What backward needs lies in the results, too, so that nothing else may be written there.
+        options.update(allow_buffer_reuse=False, inplace_buffers=False)
+    return {name: on for name, on in options.items() if hasattr(torch._inductor.config, name)}
 
 
 def allow_any_weight() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ipufit.engines.embedded.inductor import store as store_module
-from ipufit.engines.embedded.inductor.store import LIBRARY, LibraryStore, key_of
+from ipufit.engines.embedded.inductor.store import CALLS, LIBRARY, LibraryStore, key_of
 from ipufit.errors import ConfigurationError
 
 pytestmark = [
@@ -42,6 +42,17 @@ def test_what_is_kept_is_found_again(store, tmp_path):
     assert [path.name for path in (tmp_path / "compiled").iterdir()] == [key_of(PARTS)]
     described = json.loads((kept.parent / "entry.json").read_text())
     assert (described["parts"], described["seconds"]) == (PARTS, 1.0)
+
+
+def test_what_a_library_calls_is_kept_with_it(store):
+    with store.workplace() as place:
+        (place / LIBRARY).write_bytes(b"machine code")
+        (place / CALLS).write_bytes(b"operators")
+        kept = store.keep(place / LIBRARY, PARTS, 1.0)
+    assert (kept.parent / CALLS).read_bytes() == b"operators"
+    assert store.find(PARTS) == kept
+    (kept.parent / CALLS).unlink()
+    assert store.find(PARTS) is None
 
 
 def test_the_directory_is_the_users_alone(store, tmp_path):

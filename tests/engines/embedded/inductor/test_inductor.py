@@ -18,6 +18,7 @@ from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
 from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.errors import NonFiniteLossError
+from tests.core.test_precision import needs_half, needs_half_autocast
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Running, Transformer, data
 from tests.reference import train
@@ -47,11 +48,23 @@ def plain_cnn():
     return net.to(memory_format=torch.channels_last)
 
 
+class Rows(nn.Module):
+    """A recurrent layer over the rows of a picture, whose outputs are changed in another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.GRU(4, 6, batch_first=True), nn.Linear(18, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(x.squeeze(1))[0].flatten(1).exp())
+
+
 NETS = {
     "mlp": lambda: MLP().double(),
     "cnn": plain_cnn,
     "transformer": lambda: Transformer().double(),
     "running": lambda: Running().double(),
+    "rows": lambda: Rows().double(),
 }
 
 
@@ -64,10 +77,14 @@ def described(monkeypatch):
         update = UpdateFunction(Request.of_json(request.to_json()).form)
 
         def run(*tensors):
+            versions = [tensor._version for tensor in tensors]
             assert [tuple(t.shape) for t in tensors] == [shape for shape, _, _ in request.inputs]
             assert [t.stride() for t in tensors] == [stride for _, stride, _ in request.inputs]
             made.append(update)
-            return update(*tensors)
+            results = update(*tensors)
+            count = request.form.leaves * request.form.micro_batches
+            assert [tensor._version for tensor in tensors[-count:]] == versions[-count:]
+            return results
 
         self._run, self.origin = run, "described"
 
@@ -86,7 +103,9 @@ def reasons(engine):
 
 
 @pytest.mark.few(
-    "mlp-Plan(mb=4, di=1, ga=1, replicas=1)", "running-Plan(mb=3, di=2, ga=3, replicas=2)"
+    "mlp-Plan(mb=4, di=1, ga=1, replicas=1)",
+    "running-Plan(mb=3, di=2, ga=3, replicas=2)",
+    "rows-Plan(mb=5, di=2, ga=2, replicas=1)",
 )
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("net", NETS)
@@ -202,6 +221,7 @@ def test_every_rule_is_described(name, described):
         {"outputs": "final", "metrics": ["accuracy"]},
         {"outputs": "sum"},
         {"precision": ipufit.Precision(loss_scale=8.0)},
+        {"memory": ipufit.Memory(recompute=["layers"])},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -350,13 +370,20 @@ def test_updates_are_skipped_at_the_same_loss_scales(options, described):
     assert len(described) == 12
 
 
-@pytest.mark.parametrize("way", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("mixed_bfloat16", "bfloat16"),
+        pytest.param("mixed_float16", marks=needs_half_autocast),
+        pytest.param("float16", marks=needs_half),
+    ],
+)
 def test_half_precision_is_described(way, described):
     x, y = data(24)
     nets = []
     for jit in ("graph", "inductor"):
         torch.manual_seed(0)
-        net = MLP().bfloat16() if way == "bfloat16" else MLP().float()
+        net = MLP().float() if "mixed" in way else MLP().to(getattr(torch, way))
         x = x.to(next(net.parameters()).dtype)
         model, _ = embedded(net, "sgd", jit=jit, precision=way)
         fit(model, x, y, Plan(3, 2, 2))
@@ -367,17 +394,6 @@ def test_half_precision_is_described(way, described):
 
 class OwnSGD(torch.optim.SGD):
     """A subclass may do anything in its step."""
-
-
-class Rows(nn.Module):
-    """A recurrent layer over the rows of a picture."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 5)
-
-    def forward(self, x):
-        return self.head(self.layer(x.squeeze(1))[0][:, -1])
 
 
 class Spectrum(nn.Module):
@@ -392,27 +408,14 @@ class Spectrum(nn.Module):
 
 
 @pytest.mark.few(
-    "Rows-sgd-options0-its recurrent layers run as torch's own code",
-    "<lambda>-sgd-options4-it computes in complex128; compiled are float32, float64 and bfloat16",
+    "<lambda>-sgd-options2-it computes with complex numbers",
 )
 @pytest.mark.parametrize(
     ("net", "optimizer", "options", "reason"),
     [
-        (Rows, "sgd", {}, "its recurrent layers run as torch's own code"),
         (Sampling, "sgd", {}, "it draws random numbers that depend on more than a shape"),
         (MLP, OwnSGD, {}, "OwnSGD runs through its own step"),
-        (
-            MLP,
-            "sgd",
-            {"memory": ipufit.Memory(recompute=["layers.0"])},
-            "the compiler would undo the recomputation",
-        ),
-        (
-            lambda: Spectrum().double(),
-            "sgd",
-            {},
-            "it computes in complex128; compiled are float32, float64 and bfloat16",
-        ),
+        (lambda: Spectrum().double(), "sgd", {}, "it computes with complex numbers"),
     ],
 )
 def test_what_does_not_fit_runs_as_recorded_and_says_why(
@@ -498,6 +501,47 @@ def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="compiles"):
         fit(model, x, y)
     assert len(dropped) == 1
+
+
+class Deep(nn.Module):
+    """Layers with values to compute again, two of which get random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = (12, 16, 16, 5)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(*each), nn.Tanh(), nn.Dropout(0.2), nn.Linear(each[1], each[1]))
+            for each in zip(sizes, sizes[1:])
+        )
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_is_computed_again_waits_for_the_gradients_of_what_follows(described):
+    """A compiler that may compute it with the first time keeps it, as if there were one time."""
+    x, y = data(24)
+    nets = []
+    for recompute in (None, ["layers.*"]):
+        torch.manual_seed(0)
+        memory = ipufit.Memory(recompute=recompute)
+        model, _ = embedded(Deep().double(), OPTIMIZERS["adam"], memory=memory)
+        fit(model, x, y, Plan(4, 1, 2))
+        nets.append(model.module)
+    assert_equal(*nets)
+    lines = described[-1]._form.code.splitlines()
+    waits = [place for place, line in enumerate(lines) if "aten.where.self(" in line]
+    again = [place for place, line in enumerate(lines) if "aten.tanh.default(" in line]
+    gradients = [place for place, line in enumerate(lines) if "aten.tanh_backward." in line]
+    assert len(waits) == len(gradients) == 3
+    assert len(again) == 6
+    # The first one computed again is of the last layer.
+    for wait, value, gradient in zip(waits, again[3:], gradients):
+        assert wait < value < gradient
+    assert waits[0] < again[3] < gradients[0] < waits[1] < again[4] < gradients[1]
 
 
 SHAPES = [(3, 4), (3, 4), (5, 4), (5, 4), (3, 4), (5, 4), (5, 4), (5, 4), (3, 4), (3, 2)]
