@@ -214,6 +214,17 @@ def newest(session: nox.Session) -> None:
 
 
 @nox.session
+def torches(session: nox.Session) -> None:
+    """Run what depends on torch, and all compiled updates, with these versions: `-- 2.14.1`."""
+    if not session.posargs:
+        session.error("name versions of torch: nox -s torches -- 2.9.1 2.14.1")
+    for version in session.posargs:
+        session.install("-e", TESTED, f"torch=={version}", *group("test"))
+        session.run("python", "-m", "pytest", *PARALLEL, *OLDEST_TESTS)
+        session.run("python", "-m", "pytest", "--exhaustive", "tests/engines/embedded/inductor")
+
+
+@nox.session
 def extras(session: nox.Session) -> None:
     """Try every extra, or those named, with its oldest and its newest versions."""
     promised = PROJECT["optional-dependencies"]

@@ -65,9 +65,13 @@ def make_graph(function: Callable[..., object], inputs: Sequence[Tensor]) -> fx.
     if "_disable_torch_fn_metadata_mode" in inspect.signature(record).parameters:
         record = functools.partial(record, _disable_torch_fn_metadata_mode=True)
     # What torch.compile has made says by torch's flag that it can't be recorded.
-    is_tracing = (fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    flag = fx._symbolic_trace
+    if hasattr(flag, "_is_fx_tracing_context"):  # from torch 2.14, of each thread
+        is_tracing = flag._is_fx_tracing_context(True)
+    else:
+        is_tracing = replaced((flag, "_is_fx_tracing_flag", True))
     trace = functools.partial(_dispatch_trace, get_ident(), proxy_tensor.dispatch_trace)
-    with replaced((proxy_tensor, "dispatch_trace", trace), is_tracing):
+    with replaced((proxy_tensor, "dispatch_trace", trace)), is_tracing:
         return record(function)(*inputs)
 
 

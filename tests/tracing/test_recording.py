@@ -221,6 +221,8 @@ def test_a_recording_inside_of_another_has_a_graph_of_its_own():
 
     graph = capture(step, [X, W])
     targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    # torch 2.14 leaves views there that nobody reads.
+    targets = [target for target in targets if target != "aten.alias.default"]
     assert targets == ["aten.mm.default", "aten.relu.default"]
     assert torch.equal(inner[0](torch.zeros(2))[0], torch.full((2,), 2.0))
 
