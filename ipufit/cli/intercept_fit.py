@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 from types import FrameType
-from typing import Any, Callable, Dict, Generic, List, Mapping, Optional, Tuple, TypeVar
+from typing import Any, Callable, Generic, List, Mapping, Optional, Tuple, TypeVar
 
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
@@ -55,10 +55,8 @@ class FitCall:
         Args:
             instead: arguments in the place of these.
         """
-        names = [field.name for field in dataclasses.fields(FitRequest) if field.name != "data"]
-        writes: Dict[str, Any] = {"checkpoint": None, "callbacks": ()}
-        values = {**{name: self.arguments[name] for name in names}, **writes, **instead}
-        return FitConfig.check(self.session, FitRequest(self._data, **values))
+        values = {**self.arguments, "checkpoint": None, "callbacks": (), **instead}
+        return FitConfig.check(self.session, FitRequest.of(self._data, values))
 
     def first_micro_batch(self) -> MicroBatch:
         """Read the first micro-batch of the training data.

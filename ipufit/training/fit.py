@@ -101,8 +101,8 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
             recorder = stack.enter_context(recorded(session, config.report, goes_on_from))
         model.stop_training = False
         model.outputs = []
-        histories = [callback for callback in config.callbacks if isinstance(callback, History)]
-        model.history = histories[0] if histories else History()
+        histories = (each for each in config.callbacks if isinstance(each, History))
+        model.history = next(histories, History())
         validation = None
         if config.held_out is not None:
             held_out = dataclasses.replace(config.held_out, seed=config.seed)
@@ -299,7 +299,7 @@ def _cuts(config: FitConfig) -> List[int]:
     """An execution ends wherever the count of updates is a multiple of one of these."""
     cuts = [callback.every_updates for callback in config.callbacks]
     cuts += [] if config.checkpoint is None else [config.checkpoint.every_updates]
-    return [every for every in cuts if every]
+    return [*filter(None, cuts)]
 
 
 def _jit(session: Session) -> str:

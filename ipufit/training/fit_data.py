@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Type, TypeVar, Union
 
 from torch.utils.data import DataLoader
 
@@ -19,12 +19,30 @@ from ipufit.errors import ConfigurationError, PlanError
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
+RequestT = TypeVar("RequestT", bound="Request")
+
 
 @dataclasses.dataclass(frozen=True)
-class FitRequest:
-    """The arguments of ``fit``, as they came."""
+class Request:
+    """The arguments of a call of :class:`ipufit.Model`, as they came.
+
+    Attributes:
+        data: those that say what is read.
+    """
 
     data: DataArguments
+
+    @classmethod
+    def of(cls: Type[RequestT], data: DataArguments, arguments: Mapping[str, Any]) -> RequestT:
+        """Take the arguments from all values of the call, by name; others have their defaults."""
+        fields = dataclasses.fields(cls)
+        return cls(data, **{f.name: arguments[f.name] for f in fields if f.name in arguments})
+
+
+@dataclasses.dataclass(frozen=True)
+class FitRequest(Request):
+    """The arguments of ``fit``, as they came."""
+
     epochs: object = 1
     verbose: Any = 0
     callbacks: object = ()
@@ -40,10 +58,9 @@ class FitRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class InferenceRequest:
+class InferenceRequest(Request):
     """The arguments of ``evaluate`` or ``predict``, as they came."""
 
-    data: DataArguments
     steps: object
     prefetch: object
     ipus: object
@@ -176,11 +193,23 @@ class FitData:
         Without data, whose faults are told too, what the arguments say by themselves is checked.
         """
         request, source = self._request, self.source or DataAdapter([], "training data")
-        work = request.ipus, request.device_iterations, request.gradient_accumulation
+        session, steps, dev_run = self._session, self._steps, int(self.loading.fast_dev_run)
         with self._faults.collect():
-            return _training_plan(
-                self._session, source, work, self._steps, int(self.loading.fast_dev_run)
+            work = session.resolve_work(
+                source,
+                True,
+                ipus=request.ipus,
+                device_iterations=request.device_iterations,
+                gradient_accumulation=request.gradient_accumulation,
             )
+            plan = session.plan(source, **work, training=True, fixed_updates=steps)
+            if not dev_run:
+                return plan
+            if steps is not None:
+                steps = min(steps, dev_run * plan.device_iterations)
+            else:
+                source.limit(dev_run * plan.micro_batches_per_execution)
+            return session.plan(source, **work, training=True, fixed_updates=steps)
         return None
 
     def inference_plan(self) -> Optional[Plan]:
@@ -221,39 +250,6 @@ def _of_validation(error: PlanError, validation: Validation, names: List[str]) -
     if changes:
         suggestion["validation_data"] = dataclasses.replace(validation, **changes)
     return PlanError(faults, suggestion)
-
-
-def _training_plan(
-    session: Session,
-    source: DataAdapter,
-    work: Tuple[Any, Any, Any],
-    steps: Optional[int],
-    dev_run: int = 0,
-) -> Plan:
-    """The batch algebra of a training.
-
-    Args:
-        session: of the model.
-        source: the training data, which a trial run limits.
-        work: ipus, device_iterations, gradient_accumulation.
-        steps: ``steps_per_epoch``, or None.
-        dev_run: executions of a trial run; 0 for none.
-
-    Raises:
-        PlanError: it does not fit.
-    """
-    ipus, iterations, accumulation = work
-    resolved = session.resolve_work(
-        source, True, ipus=ipus, device_iterations=iterations, gradient_accumulation=accumulation
-    )
-    plan = session.plan(source, **resolved, training=True, fixed_updates=steps)
-    if not dev_run:
-        return plan
-    if steps is not None:
-        steps = min(steps, dev_run * plan.device_iterations)
-    else:
-        source.limit(dev_run * plan.micro_batches_per_execution)
-    return session.plan(source, **resolved, training=True, fixed_updates=steps)
 
 
 def resolve_limit(name: str, value: Union[int, float], source: DataAdapter, least: int = 1) -> int:

@@ -77,19 +77,13 @@ class InspectionMixin:
             PlanError: the numbers of the plan are not possible; with every fault.
             DataError: data that can't be read.
         """
+        arguments = dict(locals())
         faults = ErrorCollector(of_call=True)
         session = self._compiled("explain")
         plan = session.last_plan
         if x is not None:
-            request = FitRequest(
-                DataArguments("training data", x, y, batch_size=batch_size),
-                steps_per_epoch=steps_per_epoch,
-                ipus=ipus,
-                device_iterations=device_iterations,
-                gradient_accumulation=gradient_accumulation,
-                loading=loading,
-            )
-            plan = plan_of_fit(session, request, faults)
+            data = DataArguments("training data", x, y, batch_size=batch_size)
+            plan = plan_of_fit(session, FitRequest.of(data, arguments), faults)
         elif (batch_size, steps_per_epoch, loading) != (None, None, None):
             raise ConfigurationError(
                 "explain needs data for batch_size, steps_per_epoch and loading, got none. Pass "

@@ -403,27 +403,13 @@ class Model(InspectionMixin):
                 error names.
             CheckpointError: a checkpoint can't be written or read, or belongs to another run.
         """
+        arguments = dict(locals())
         later = "Start the second call after the first has returned."
         session = self._trainable("fit", later)
         data = DataArguments(
             "training data", x, y, sample_weight, class_weight, batch_size, shuffle
         )
-        request = FitRequest(
-            data,
-            epochs=epochs,
-            verbose=verbose,
-            callbacks=callbacks,
-            validation_split=validation_split,
-            validation_data=validation_data,
-            steps_per_epoch=steps_per_epoch,
-            ipus=ipus,
-            device_iterations=device_iterations,
-            gradient_accumulation=gradient_accumulation,
-            checkpoint=checkpoint,
-            loading=loading,
-            seed=seed,
-        )
-        return fit.fit(self, session, request)
+        return fit.fit(self, session, FitRequest.of(data, arguments))
 
     def evaluate(
         self,
@@ -476,6 +462,7 @@ class Model(InspectionMixin):
             ConfigurationError: arguments that can't work, alone or together; with every fault.
             DataError: data that can't be read or used.
         """
+        arguments = dict(locals())
         faults = ErrorCollector(of_call=True)
         session = None
         with faults.collect():
@@ -486,10 +473,7 @@ class Model(InspectionMixin):
         # With faults in loss and metrics, the other arguments are checked all the same.
         session = session or self._compiled("evaluate" if is_compiled else "predict")
         data = DataArguments("evaluation data", x, y, sample_weight, batch_size=batch_size)
-        request = InferenceRequest(
-            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose
-        )
-        values = fit.evaluate(self, session, request, faults)
+        values = fit.evaluate(self, session, InferenceRequest.of(data, arguments), faults)
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict(
@@ -534,8 +518,7 @@ class Model(InspectionMixin):
             ConfigurationError: arguments that can't work, alone or together; with every fault.
             DataError: data that can't be read or used, or an output without a row per sample.
         """
-        values = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value)
-        return fit.predict(self, *self._prediction(x, batch_size, *values))
+        return fit.predict(self, *self._prediction(dict(locals())))
 
     def predict_iter(
         self,
@@ -580,8 +563,7 @@ class Model(InspectionMixin):
                 changed, or the model was compiled or closed.
             DataError: data that can't be read or used, or an output without a row per sample.
         """
-        values = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value)
-        return fit.stream(self, *self._prediction(x, batch_size, *values))
+        return fit.stream(self, *self._prediction(dict(locals())))
 
     def train_on_batch(
         self,
@@ -825,13 +807,14 @@ class Model(InspectionMixin):
         return self._predictor or self._compile_to_infer("mse", None)
 
     def _prediction(
-        self, x: object, batch_size: object, *values: Any
+        self, arguments: Mapping[str, Any]
     ) -> Tuple[Session, InferenceRequest, ErrorCollector]:
-        """The arguments of a prediction, and the session that predicts."""
+        """The session that predicts, and the arguments of a prediction."""
         faults, session = ErrorCollector(of_call=True), self._compiled("predict")
         role, form = "prediction data", session.form(Mode.PREDICT)
+        x, batch_size = arguments["x"], arguments["batch_size"]
         data = DataArguments(role, x, batch_size=batch_size, form=form)
-        return session, InferenceRequest(data, *values), faults
+        return session, InferenceRequest.of(data, arguments), faults
 
     def _compile_to_infer(self, loss: object, metrics: object) -> Session:
         """Return a session that only evaluates and predicts, for a model that has none."""

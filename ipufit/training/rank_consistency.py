@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -48,8 +49,7 @@ def sync_run_config(session: Session, given: FitConfig) -> FitConfig:
             )
         _check_device(session)
     restored = _restore_on_all_ranks(processes, given)
-    asked = given
-    given = processes.run_on_all_ranks(lambda: asked.going_on_from(restored))
+    given = processes.run_on_all_ranks(functools.partial(given.going_on_from, restored))
     seed = processes.run_on_rank_zero(
         lambda: draw_seed() if given.asked_seed is None else given.asked_seed
     )
