@@ -200,15 +200,9 @@ class LambdaCallback(Callback):
         on_train_batch_end: Hook = None,
         **hooks: Hook,
     ) -> None:
+        arguments = dict(locals())
         super().__init__()
-        hooks.update(
-            on_epoch_begin=on_epoch_begin,
-            on_epoch_end=on_epoch_end,
-            on_train_begin=on_train_begin,
-            on_train_end=on_train_end,
-            on_train_batch_begin=on_train_batch_begin,
-            on_train_batch_end=on_train_batch_end,
-        )
+        hooks.update((name, each) for name, each in arguments.items() if name.startswith("on_"))
         for name, function in hooks.items():
             if name not in EVENTS:
                 raise TypeError(

@@ -151,14 +151,10 @@ def _schedule(returned: object, monitor: Optional[str]) -> Union[AtEpochEnd, Eve
 
 
 def _check(config: Mapping[str, Any], watches: bool) -> None:
-    interval, frequency = config["interval"], config["frequency"]
+    interval = config["interval"]
     if interval not in ("step", "epoch"):
         raise ConfigurationError(
             f"the interval of a scheduler must be 'step' or 'epoch', got {interval!r}."
-        )
-    if type(frequency) is not int or frequency < 1:
-        raise ConfigurationError(
-            f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."
         )
     if watches and interval == "step":
         raise ConfigurationError(
