@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import math
 import operator
 import os
@@ -21,20 +20,10 @@ from ipufit.report import facts
 from ipufit.report.advice import advised
 from ipufit.report.page import write_page
 from ipufit.report.rows import ExecutionTable, columns_of
-from ipufit.report.run import (
-    EXECUTIONS,
-    FACTS,
-    FORMAT,
-    append_rows,
-    plain,
-    read_facts,
-    read_rows,
-    write_rows,
-)
+from ipufit.report.run import FACTS, Run, append_rows, write_facts, write_rows
 from ipufit.report.settings import Profiler, Report
 from ipufit.utils.console import warn_user
 from ipufit.utils.devices import memory_of_tensors
-from ipufit.utils.files import write_text
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import device_of, fork_rng
@@ -123,7 +112,6 @@ class Recorder(Observer):
         self._earlier = 0.0
         self._earlier_phases = dict.fromkeys(PHASES, 0.0)
         self._facts: Dict[str, Any] = {
-            "format": FORMAT,
             "status": "running",
             "error": "",
             "begun": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -134,7 +122,7 @@ class Recorder(Observer):
             os.makedirs(report.folder, exist_ok=True)
             if goes_on_from is not None:
                 self._go_on(goes_on_from)
-            write_rows(self._path(EXECUTIONS), self._rows.flat)
+            write_rows(report.folder, self._rows.flat)
         except OSError as error:
             raise ConfigurationError(
                 f"folder of Report must be writable, but {report.folder!r} is not: {error}. Pass "
@@ -152,17 +140,16 @@ class Recorder(Observer):
         self._added = 0
         self._mark()
 
-    def _path(self, name: str) -> str:
-        return os.path.join(self._report.folder, name)
-
     def _go_on(self, update: int) -> None:
         """Keep what the folder has of the run that goes on, up to an update."""
-        if not os.path.exists(self._path(FACTS)):
+        folder = self._report.folder
+        if not os.path.exists(os.path.join(folder, FACTS)):
             return
-        before = read_facts(self._report.folder)
+        run = Run.read(folder)
+        before = run.facts
         if before["title"] != self._facts["title"]:
             return
-        self._rows.take(read_rows(self._report.folder), update)
+        self._rows.take(run.rows, update)
         epochs = before["epochs"]
         finished = [each for each in epochs if each["first_update"] + each["updates"] <= update]
         self._facts.update(begun=before["begun"], epochs=finished)
@@ -346,12 +333,12 @@ class Recorder(Observer):
         """Write the rows that are new."""
         self._flushed = self._now
         self._memory = _in_use(self._device)
-        flat, path = self._rows.flat, self._path(EXECUTIONS)
+        flat, folder = self._rows.flat, self._report.folder
         if self._rows.halvings != self._halvings:
             self._halvings = self._rows.halvings
-            write_rows(path, flat)
+            write_rows(folder, flat)
         elif len(flat) > self._written:
-            append_rows(path, flat[self._written :])
+            append_rows(folder, flat[self._written :])
         self._written = len(flat)
 
     def _write(self) -> None:
@@ -372,7 +359,7 @@ class Recorder(Observer):
             )
         self._facts["warnings"] = self.warnings.to_entries()
         self._facts["warnings"] += advised(self._facts, columns_of(self._rows.flat))
-        write_text(self._path(FACTS), json.dumps(plain(self._facts), allow_nan=False))
+        write_facts(self._report.folder, self._facts)
         self._wrote = self._now
         self._writing = self._wrote - begun
 

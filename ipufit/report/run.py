@@ -53,7 +53,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.rows import SUMS, columns_of, largest
-from ipufit.utils.files import replace_file
+from ipufit.utils.files import replace_file, write_text
 from ipufit.utils.phase_timer import PHASES
 
 FORMAT = "ipufit.Report/1"
@@ -79,16 +79,22 @@ def plain(value: object) -> Any:
     return str(value)
 
 
-def append_rows(path: str, numbers: array[float]) -> None:
-    """Append rows of executions to a report's file."""
-    with open(path, "ab") as file:
+def append_rows(folder: str, numbers: array[float]) -> None:
+    """Append rows to ``executions.f64`` of a report's folder."""
+    with open(os.path.join(folder, EXECUTIONS), "ab") as file:
         file.write(_little(numbers).tobytes())
 
 
-def write_rows(path: str, numbers: array[float]) -> None:
-    """Replace the rows of the file, atomically."""
-    with replace_file(path) as part, open(part, "wb") as file:
+def write_rows(folder: str, numbers: array[float]) -> None:
+    """Replace the rows of ``executions.f64``, atomically."""
+    with replace_file(os.path.join(folder, EXECUTIONS)) as part, open(part, "wb") as file:
         file.write(_little(numbers).tobytes())
+
+
+def write_facts(folder: str, facts: Facts) -> None:
+    """Replace ``run.json`` of a report's folder, atomically."""
+    text = json.dumps(plain({"format": FORMAT, **facts}), allow_nan=False)
+    write_text(os.path.join(folder, FACTS), text)
 
 
 def _little(numbers: array[float]) -> array[float]:
@@ -99,7 +105,7 @@ def _little(numbers: array[float]) -> array[float]:
     return turned
 
 
-def read_facts(folder: str) -> Dict[str, Any]:
+def _read_facts(folder: str) -> Dict[str, Any]:
     """Read ``run.json`` of a report's folder.
 
     Raises:
@@ -124,7 +130,7 @@ def read_facts(folder: str) -> Dict[str, Any]:
     return facts
 
 
-def read_rows(folder: str) -> Dict[str, List[float]]:
+def _read_rows(folder: str) -> Dict[str, List[float]]:
     """Read the columns of ``executions.f64`` of a folder; they are empty without that file."""
     numbers = array("d")
     try:
@@ -163,7 +169,7 @@ class Run:
         Raises:
             ConfigurationError: there is no report.
         """
-        return Run(folder, read_facts(folder), read_rows(folder))
+        return Run(folder, _read_facts(folder), _read_rows(folder))
 
 
 # Runs of one page, with their names; the name of a single run is empty, and not shown.

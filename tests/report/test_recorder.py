@@ -424,7 +424,7 @@ def test_a_folder_without_a_report_is_refused(tmp_path):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("what", ["append_rows", "write_text"])
+@pytest.mark.parametrize("what", ["append_rows", "write_facts"])
 def test_a_full_disk_ends_the_report_and_not_the_training(tmp_path, monkeypatch, what):
     """Said once."""
     model, plain = made(), made()

@@ -179,7 +179,7 @@ def test_files_are_read_when_they_have_changed(tmp_path, making):
             ask(server)
             ask(server, "/state")
         assert (making.pages, making.states) == (1, 1)
-        append_rows(str(folder / EXECUTIONS), flat_rows(1, 1))
+        append_rows(str(folder), flat_rows(1, 1))
         assert json.loads(ask(server, "/state")[2])["rows"] == 7
         write_text(str(folder / FACTS), json.dumps(facts_of(2, 3, status="failed")))
         assert json.loads(ask(server, "/state")[2]) == {"status": "failed", "rows": 7}
@@ -231,7 +231,7 @@ def test_a_run_that_writes_as_fast_as_it_can_never_shows_half_of_anything(tmp_pa
 
     def write():
         while not ended.is_set():
-            write_rows(str(folder / EXECUTIONS), whole[:0])
+            write_rows(str(folder), whole[:0])
             for start in range(0, len(data), 1001):
                 with open(folder / EXECUTIONS, "ab") as file:
                     file.write(data[start : start + 1001])
