@@ -17,7 +17,6 @@ from ipufit.poptorch import _saving, poptorch_core, profiling
 from ipufit.poptorch._arguments import ArgumentParser, Arguments
 from ipufit.poptorch._compiled import Compiled, Inspection
 from ipufit.poptorch._device import ParameterProxy, ReplicaGrouping
-from ipufit.poptorch._host_weights import HostWeights, check_module
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._operators.scopes import module_repr
 from ipufit.poptorch._optimizer_link import IDLE, OptimizerLink
@@ -26,7 +25,7 @@ from ipufit.poptorch._placement import DeviceAllocation, acquire
 from ipufit.poptorch._program_files import Path
 from ipufit.poptorch._saving import check_fits, check_state, read
 from ipufit.poptorch._tracing import tensors_in, untraced
-from ipufit.poptorch._wrapping import check_not_wrapped, quietly
+from ipufit.poptorch._wrapping import HostWeights, check_module, check_not_wrapped, quietly
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD, StateSync
 from ipufit.poptorch.options import Options

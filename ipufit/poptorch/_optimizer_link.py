@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._host_weights import HostWeights
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
 from ipufit.poptorch._optimizer import CompiledOptimizer
@@ -22,6 +21,7 @@ from ipufit.poptorch._optimizer_settings import (
     kind_of,
     settings_of,
 )
+from ipufit.poptorch._wrapping import HostWeights
 from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipufit.poptorch.optim import DEVICE, AdamW, DeviceState, StateSync
 from ipufit.poptorch.options import Options

@@ -477,7 +477,7 @@ def _first_group(original):
 
 @mutant(
     "stale weights in inference after training",
-    "ipufit.poptorch._host_weights:HostWeights.is_behind",
+    "ipufit.poptorch._wrapping:HostWeights.is_behind",
     "weights/inference*",
 )
 def _stale(original):
@@ -522,7 +522,7 @@ def _sent(original):
 
 @mutant(
     "frozen parameters are trained",
-    "ipufit.poptorch._host_weights:HostWeights.trainable",
+    "ipufit.poptorch._wrapping:HostWeights.trainable",
     "weights/what the*",
 )
 def _thawed(original):

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ipufit import poptorch
 from ipufit.poptorch import _wrapping as wrapping
-from ipufit.poptorch._host_weights import HostWeights
 from ipufit.poptorch._recording import check_not_replaced, module_tensors
-from ipufit.poptorch._wrapping import ExecutorLink, isWrapped, quietly, unwrap
+from ipufit.poptorch._wrapping import ExecutorLink, HostWeights, isWrapped, quietly, unwrap
 from ipufit.poptorch.poptorch_core import Error
 
 
