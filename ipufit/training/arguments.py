@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -22,8 +22,8 @@ from ipufit.training.fit_data import (
     FitData,
     FitRequest,
     InferenceRequest,
+    Request,
     inference_plan,
-    refuse_unused,
     resolve_prefetch,
 )
 from ipufit.training.session import JobSpec, Session, require_single_process
@@ -150,7 +150,7 @@ class FitConfig:
         inference = data.inference_plan()
         due: List[int] = []
         with faults.collect():
-            refuse_unused(data.validation, request.validation_split, loading)
+            data.refuse_unused()
             due = validation_epochs(data.validation, epochs)
         passes = request.steps_per_epoch is not None
         prefetch = resolve_prefetch(loading.prefetch, data.source, session, passes)
@@ -270,7 +270,7 @@ def _epochs_left(checkpoint: RestoredState, epochs: range) -> range:
 def _common(
     session: Session,
     faults: ErrorCollector,
-    request: Union[FitRequest, InferenceRequest],
+    request: Request,
     mode: Mode,
 ) -> Tuple[List[Callback], Optional[int], VerboseLevel]:
     callbacks: List[Callback] = []

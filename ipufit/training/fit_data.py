@@ -28,9 +28,15 @@ class Request:
 
     Attributes:
         data: those that say what is read.
+        verbose, callbacks, ipus, device_iterations, seed: as all such calls have them.
     """
 
     data: DataArguments
+    verbose: Any = 0
+    callbacks: object = ()
+    ipus: object = None
+    device_iterations: object = None
+    seed: object = None
 
     @classmethod
     def of(cls: Type[RequestT], data: DataArguments, arguments: Mapping[str, Any]) -> RequestT:
@@ -44,30 +50,20 @@ class FitRequest(Request):
     """The arguments of ``fit``, as they came."""
 
     epochs: object = 1
-    verbose: Any = 0
-    callbacks: object = ()
     validation_split: Any = 0.0
     validation_data: object = None
     steps_per_epoch: object = None
-    ipus: object = None
-    device_iterations: object = None
     gradient_accumulation: object = None
     checkpoint: object = None
     loading: object = None
-    seed: object = None
 
 
 @dataclasses.dataclass(frozen=True)
 class InferenceRequest(Request):
     """The arguments of ``evaluate`` or ``predict``, as they came."""
 
-    steps: object
-    prefetch: object
-    ipus: object
-    device_iterations: object
-    callbacks: object
-    seed: object
-    verbose: object
+    steps: object = None
+    prefetch: object = None
     padding_value: Optional[float] = None
 
 
@@ -148,7 +144,7 @@ class FitData:
             if request.steps_per_epoch is not None:
                 self._steps = at_least("steps_per_epoch", request.steps_per_epoch, 1, " or None")
         with faults.collect():
-            _refuse_rivals(request.steps_per_epoch, loading, self.validation)
+            self._refuse_rivals()
             if loading.overfit_batches is not None and request.data.shuffle is True:
                 raise ConfigurationError(
                     "overfit_batches reads the same batches in every epoch, but shuffle=True "
@@ -160,6 +156,43 @@ class FitData:
         if self.held_out is not None and loading.overfit_batches is None:
             with faults.collect():
                 self._limit_validation(self.held_out)
+
+    def _refuse_rivals(self) -> None:
+        """Refuse ``steps_per_epoch`` and steps of a validation beside limits in batches.
+
+        Raises:
+            ConfigurationError: both say how much of the data is read.
+        """
+        steps, loading = self._request.steps_per_epoch, self.loading
+        pairs = (
+            (steps, "steps_per_epoch", "limit_train_batches", "an epoch"),
+            (self.validation.steps, "steps of Validation", "limit_val_batches", "a validation"),
+        )
+        for value, name, limit, what in pairs:
+            limits = (limit, "overfit_batches")
+            names = [each for each in limits if getattr(loading, each) is not None]
+            if value is not None and names:
+                raise rivals([name, *names], what)
+
+    def refuse_unused(self) -> None:
+        """Refuse settings of a validation where there is none.
+
+        Raises:
+            ConfigurationError: names them.
+        """
+        validation = self.validation
+        if validation.data is not None or self._request.validation_split:
+            return
+        names = ("ipus", "device_iterations", "steps", "batch_size")
+        unused = [f"{n} of Validation" for n in names if getattr(validation, n) is not None]
+        unused += ["limit_val_batches"] if self.loading.limit_val_batches is not None else []
+        unused += ["freq of Validation"] if validation.freq != 1 else []
+        if unused:
+            raise ConfigurationError(
+                f"{' and '.join(unused)} set how validation_data is evaluated, but there is no "
+                "validation_data. Pass Validation(data, ...) or validation_split, or leave them "
+                "out."
+            )
 
     def _limit_training(self, source: DataAdapter) -> None:
         loading = self.loading
@@ -375,41 +408,6 @@ def resolve_prefetch(
             return 0
         return int(source.reads_alone)
     return at_least("prefetch", prefetch, 0, " or None")
-
-
-def _refuse_rivals(steps: object, loading: Loading, validation: Validation) -> None:
-    """Refuse ``steps_per_epoch`` and steps of a validation beside limits in batches.
-
-    Raises:
-        ConfigurationError: both say how much of the data is read.
-    """
-    pairs = (
-        (steps, "steps_per_epoch", "limit_train_batches", "an epoch"),
-        (validation.steps, "steps of Validation", "limit_val_batches", "a validation"),
-    )
-    for value, name, limit, what in pairs:
-        names = [each for each in (limit, "overfit_batches") if getattr(loading, each) is not None]
-        if value is not None and names:
-            raise rivals([name, *names], what)
-
-
-def refuse_unused(validation: Validation, split: object, loading: Loading) -> None:
-    """Refuse settings of a validation where there is none.
-
-    Raises:
-        ConfigurationError: names them.
-    """
-    if validation.data is not None or split:
-        return
-    names = ("ipus", "device_iterations", "steps", "batch_size")
-    unused = [f"{n} of Validation" for n in names if getattr(validation, n) is not None]
-    unused += ["limit_val_batches"] if loading.limit_val_batches is not None else []
-    unused += ["freq of Validation"] if validation.freq != 1 else []
-    if unused:
-        raise ConfigurationError(
-            f"{' and '.join(unused)} set how validation_data is evaluated, but there is no "
-            "validation_data. Pass Validation(data, ...) or validation_split, or leave them out."
-        )
 
 
 def updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
