@@ -511,14 +511,14 @@ class IPUConfig(ParameterValues):
         Raises:
             ConfigurationError: it can't be written, or the values don't fit together.
         """
-        for_hub = {
-            "repo_id": repo_id,
+        for_hub: Dict[str, Any] = {
             "commit_message": commit_message,
             "private": private,
             "token": token,
             "revision": revision,
         }
-        hub_names = [name for name, value in for_hub.items() if value is not None]
+        named = {"repo_id": repo_id, **for_hub}
+        hub_names = [name for name, value in named.items() if value is not None]
         if hub_names and not push_to_hub:
             raise ConfigurationError(
                 f"{', '.join(hub_names)} of save_pretrained "
@@ -536,13 +536,7 @@ class IPUConfig(ParameterValues):
         if not push_to_hub:
             return None
         name = os.path.basename(os.path.abspath(folder)) if repo_id is None else repo_id
-        return self.push_to_hub(
-            name,
-            commit_message=commit_message,
-            private=private,
-            token=token,
-            revision=revision,
-        )
+        return self.push_to_hub(name, **for_hub)
 
     def push_to_hub(
         self,
