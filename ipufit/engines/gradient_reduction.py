@@ -11,7 +11,7 @@ from torch import Tensor
 from ipufit.core.batch import ProcessShard, loss_counts
 from ipufit.engines.program import ProgramSpec
 from ipufit.processes import Processes
-from ipufit.processes.collectives import reduce_scatter
+from ipufit.processes.group import reduce_scatter
 
 
 def are_finite(gradients: Sequence[Tensor]) -> Tensor:

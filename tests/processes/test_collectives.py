@@ -11,12 +11,12 @@ COLLECTIVES = """
     import torch
     from ipufit.utils.codec import encode
     from ipufit.errors import DataError, ProcessError
-    from ipufit.processes import current, collectives, group
+    from ipufit.processes import current, group
 
     # Buckets and windows are smaller by so much, and so is what does not fit into one.
     small = int(sys.argv[1])
     group._BUCKET //= small
-    collectives._WINDOW //= small
+    group._WINDOW //= small
     million = 10**6 // small
 
     us = current()

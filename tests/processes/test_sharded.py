@@ -102,7 +102,7 @@ def test_three_processes_give_the_numbers_of_whole_state(tmp_path):
 SUMS = """
     import torch
     from ipufit.processes import current
-    from ipufit.processes.collectives import all_gather_parts, gather_parts, reduce_scatter
+    from ipufit.processes.group import all_gather_parts, gather_parts, reduce_scatter
 
     us = current()
     me = us.process_id

@@ -24,9 +24,8 @@ from ipufit.engines.embedded.passes.simplify import call_directly, simplify
 from ipufit.engines.embedded.zero import ShardedOptimizer
 from ipufit.errors import CaptureError
 from ipufit.processes import Processes
-from ipufit.processes.collectives import PendingReduceScatter, part_of, start_all_gather
 from ipufit.processes.connection import PendingWork
-from ipufit.processes.group import as_bytes
+from ipufit.processes.group import PendingReduceScatter, as_bytes, part_of, start_all_gather
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
 __all__ = ["FSDPOptimizer", "Piece", "ShardedStep", "ShardedWeights", "clipped_parts", "pieces_of"]

@@ -16,8 +16,7 @@ from torch import Tensor, distributed, nn
 
 from ipufit.engines.gradient_reduction import GradientSum
 from ipufit.processes import Processes
-from ipufit.processes.collectives import PendingReduceScatter
-from ipufit.processes.group import give_back, summable
+from ipufit.processes.group import PendingReduceScatter, give_back, summable
 
 if TYPE_CHECKING:
     from ipufit.processes.connection import PendingWork

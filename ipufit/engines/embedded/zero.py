@@ -23,7 +23,7 @@ from ipufit.optim.rules import OptimizerRule, list_rule_names, rules_for
 from ipufit.optim.several import kinds_by_group, refuse_step_hooks
 from ipufit.optim.state import make_step_counter
 from ipufit.processes import Processes
-from ipufit.processes.collectives import all_gather_parts, gather_parts, part_of
+from ipufit.processes.group import all_gather_parts, gather_parts, part_of
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, Slot, flatten_like, group_alike
 
 
