@@ -19,10 +19,10 @@ from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.report.settings import Report, refuse_report, refuse_reports, split_reports
 from ipufit.training.fit_data import (
+    CallRequest,
     FitData,
     FitRequest,
     InferenceRequest,
-    Request,
     inference_plan,
     resolve_prefetch,
 )
@@ -270,7 +270,7 @@ def _epochs_left(checkpoint: RestoredState, epochs: range) -> range:
 def _common(
     session: Session,
     faults: ErrorCollector,
-    request: Request,
+    request: CallRequest,
     mode: Mode,
 ) -> Tuple[List[Callback], Optional[int], VerboseLevel]:
     callbacks: List[Callback] = []

@@ -19,11 +19,11 @@ from ipufit.errors import ConfigurationError, PlanError
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
-RequestT = TypeVar("RequestT", bound="Request")
+RequestT = TypeVar("RequestT", bound="CallRequest")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CallRequest:
     """The arguments of a call of :class:`ipufit.Model`, as they came.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class FitRequest(Request):
+class FitRequest(CallRequest):
     """The arguments of ``fit``, as they came."""
 
     epochs: object = 1
@@ -59,7 +59,7 @@ class FitRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True)
-class InferenceRequest(Request):
+class InferenceRequest(CallRequest):
     """The arguments of ``evaluate`` or ``predict``, as they came."""
 
     steps: object = None
