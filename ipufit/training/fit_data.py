@@ -249,15 +249,13 @@ class FitData:
         """The batch algebra of validation; its arguments are looked at without validation too."""
         request, validation = self._request, self.validation
         source = self.held_out or self.source or DataAdapter([], "training data")
-        own = {"ipus": validation.ipus, "device_iterations": validation.device_iterations}
-        own = {name: value for name, value in own.items() if value is not None}
+        names = ("ipus", "device_iterations")
+        own = {n: getattr(validation, n) for n in names if getattr(validation, n) is not None}
         fixed = self._session.fixed.names(False)
-        shared = {"ipus": request.ipus, "device_iterations": request.device_iterations}
-        shared = {name: shared[name] for name in shared if name not in fixed}
-        shared = {"ipus": None, "device_iterations": None, **shared, **own}
+        shared = {n: None if n in fixed else getattr(request, n) for n in names}
         with self._faults.collect():
             try:
-                return self._validation_plan(source, shared)
+                return self._validation_plan(source, {**shared, **own})
             except PlanError as error:
                 raise _of_validation(error, validation, list(own)) from error
         return None
