@@ -24,19 +24,6 @@ from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
 from ipufit.utils.malloc_policy import give_back_freed_memory
 
-__all__ = [
-    "CompositeOptimizer",
-    "Evaluate",
-    "FlatOptimizer",
-    "Graphs",
-    "Rows",
-    "RuleOptimizer",
-    "Steps",
-    "Waiting",
-    "apply_rules",
-]
-
-
 # Hyper-parameters of each group.
 Settings = Sequence[Mapping[str, object]]
 
@@ -79,7 +66,7 @@ def apply_rules(
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateForm:
+class _UpdateForm:
     """The arithmetic of updates under which the same settings are on, such as a momentum.
 
     Attributes:
@@ -98,7 +85,7 @@ class UpdateForm:
 
 
 # The settings of each group in an update, and its form.
-FormedUpdate = Tuple[Settings, UpdateForm]
+FormedUpdate = Tuple[Settings, _UpdateForm]
 # For updates, settings and form of each; and counts of each block before them and after each.
 FormedUpdates = Tuple[Sequence[FormedUpdate], Sequence[Sequence[float]]]
 
@@ -288,7 +275,7 @@ class RuleOptimizer(FlatOptimizer):
         self._states: List[Dict[str, Tensor]] = []
         self._tabled = tabled and schedule is not None
         # By what is on in the settings of all groups.
-        self._forms: Dict[Tuple[object, ...], UpdateForm] = {}
+        self._forms: Dict[Tuple[object, ...], _UpdateForm] = {}
         self._fused = False
         # The updates of this execution, with counts of each block, and their coefficients.
         self._updates: Sequence[FormedUpdate] = ()
@@ -335,7 +322,7 @@ class RuleOptimizer(FlatOptimizer):
         self.refresh([self._optimizer.param_groups])
         self.export()
 
-    def _make_form(self, settings: Settings, switches: Tuple[object, ...]) -> UpdateForm:
+    def _make_form(self, settings: Settings, switches: Tuple[object, ...]) -> _UpdateForm:
         blocks, flats = self._storage.blocks, self._storage.flats
         rules: List[OptimizerRule] = []
         counts: List[float] = []
@@ -354,7 +341,7 @@ class RuleOptimizer(FlatOptimizer):
         def update(*tensors: Tensor) -> List[Tensor]:
             return apply_rules(blocks, rules, self._finish, tensors)
 
-        form = UpdateForm(rules, counts, state, kernels, update)
+        form = _UpdateForm(rules, counts, state, kernels, update)
         # Of a turn, an optimizer may move nothing.
         if kernels or not blocks:
             return form
