@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from typing import (
@@ -26,7 +27,7 @@ from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.history import History
 from ipufit.core import EngineName
 from ipufit.core.batch import Mode
-from ipufit.data.settings import resolve_validation
+from ipufit.data.settings import Loading, resolve_validation
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import ConfigurationError
@@ -94,7 +95,7 @@ class LightningModel(StepsModel):
         self.lightning = module
         self._metrics = ModuleMetrics(module, by_trainer)
         self._options: Dict[str, Any] = {}
-        self._is_waiting = True
+        self._is_waiting, self._is_checking = True, False
         if by_trainer:
             self.module.keep_notes()
 
@@ -215,21 +216,62 @@ class LightningModel(StepsModel):
         self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
         facts = {"max_epochs": epochs.stop if isinstance(epochs, range) else epochs}
+        early = self._with_validation(options, loaders.before_setup().held_out)
+        self._check_first(loaders, early, lambda data: Model.fit(self, data, y, **early))
         with self._stage("fit", loaders, "validation", facts, options):
             data = loaders.main()
-            validation = resolve_validation(options.get("validation_data"))
-            has_step = overrides(self.lightning, "validation_step")
-            is_none = "validation_data" in options and options["validation_data"] is None
-            if validation.data is not None or options.get("validation_split"):
-                self._require("validation_step")
-            elif not is_none and "validation_split" not in options and has_step:
-                held_out = dataclasses.replace(validation, data=loaders.held_out())
-                options["validation_data"] = held_out
+            options = self._with_validation(options, loaders.held_out)
             if self._is_waiting:
                 counts = self._counted(data, y, options)
                 with ErrorCollector.beginning_with(None):
                     self._make_session(self._options, FitTrainerProxy({**facts, **counts}))
             return Model.fit(self, data, y, **options)
+
+    def _with_validation(
+        self, options: Mapping[str, Any], held_out: Callable[[], object]
+    ) -> Dict[str, Any]:
+        """Add the loader for validation to the options of ``fit``, if it validates on that."""
+        options = dict(options)
+        has_step = overrides(self.lightning, "validation_step")
+        is_none = "validation_data" in options and options["validation_data"] is None
+        validation = resolve_validation(options.get("validation_data"))
+        if validation.data is not None or options.get("validation_split"):
+            self._require("validation_step")
+        elif not is_none and "validation_split" not in options and has_step:
+            options["validation_data"] = dataclasses.replace(validation, data=held_out())
+        return options
+
+    def _check_first(
+        self, loaders: Loaders, options: Dict[str, Any], call: Callable[[object], object]
+    ) -> None:
+        """Raise what is wrong with the arguments of a call before ``setup`` does any work.
+
+        Args:
+            loaders: the data.
+            options: of the call; what depends on the length of a loader that is not there yet is
+                checked later.
+            call: the call, with the data.
+        """
+        early = loaders.before_setup()
+        loading = options.get("loading")
+        if early is not loaders and isinstance(loading, Loading):
+            fractions = {k: 1 for k, v in vars(loading).items() if isinstance(v, float)}
+            options["loading"] = dataclasses.replace(loading, **fractions)
+        session = self._session
+        if session is None:
+            with ErrorCollector.beginning_with(None):
+                self._make_session(self._options, None)
+        try:
+            self._is_checking = True
+            ErrorCollector.check_only(lambda: call(early.main()))
+        finally:
+            self._is_checking = False
+            if session is None:
+                self._retire(None)
+
+    def _trainable(self, name: str, later: str = "") -> Session:
+        # What makes the optimizer may need setup.
+        return self._compiled(name) if self._is_checking else super()._trainable(name, later)
 
     def evaluate(  # type: ignore[override]
         self,
@@ -261,6 +303,7 @@ class LightningModel(StepsModel):
     ) -> Union[float, List[float], Dict[str, float]]:
         self._require(f"{role}_step")
         loaders = loaders_for(self.lightning, x, datamodule, stage)
+        self._check_first(loaders, options, lambda data: Model.evaluate(self, data, y, **options))
         with self._stage(stage, loaders, role, {}, options):
             return Model.evaluate(self, loaders.main(), y, **options)
 
@@ -274,6 +317,8 @@ class LightningModel(StepsModel):
     ) -> Any:
         """Predict with ``predict_step``."""
         loaders = loaders_for(self.lightning, x, datamodule, "predict")
+        call = functools.partial(Model.predict, self, batch_size=batch_size, **options)
+        self._check_first(loaders, options, call)
         with self._stage("predict", loaders, "predict", {}, options):
             return Model.predict(self, loaders.main(), batch_size, **options)
 

@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Opt
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback import Logs
@@ -25,6 +26,15 @@ _LOADERS = {
 }
 
 
+class _Nothing(IterableDataset[object]):
+    def __iter__(self) -> Iterator[object]:
+        return iter(())
+
+
+# Stands for a loader that is not there yet: nothing is known of its batches.
+_ANY_LOADER = DataLoader(_Nothing(), batch_size=None)
+
+
 class Loaders(NamedTuple):
     """Data of a stage: loaders of a module or data module, or what the user passed.
 
@@ -38,6 +48,10 @@ class Loaders(NamedTuple):
     x: object
     stage: str
 
+    def before_setup(self) -> Loaders:
+        """Return what is known of the data before ``setup``: the user's, or only that it loads."""
+        return self if self.owner is None else self._replace(owner=None, x=_ANY_LOADER)
+
     def main(self) -> object:
         """Return the data that the stage reads.
 
@@ -49,6 +63,8 @@ class Loaders(NamedTuple):
     def held_out(self) -> object:
         """Return the data that ``fit`` validates on; None for none."""
         name = _LOADERS["validate"]
+        if self.x is _ANY_LOADER:
+            return self.x
         if self.owner is None or not overrides(self.owner, name):
             return None
         loader = self._call_method(name)

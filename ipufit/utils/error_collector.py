@@ -8,7 +8,7 @@ import dataclasses
 import operator
 import os
 import reprlib
-from typing import Any, Dict, Iterator, List, Optional, Type, TypeVar, Union, get_args
+from typing import Any, Callable, Dict, Iterator, List, Optional, Type, TypeVar, Union, get_args
 
 from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
 
@@ -20,6 +20,14 @@ _wrong_names: contextvars.ContextVar[Optional[UnknownArgumentError]] = contextva
 )
 
 
+# Whether calls end where their arguments are checked.
+_only_checks: contextvars.ContextVar[bool] = contextvars.ContextVar("only_checks", default=False)
+
+
+class _CheckedError(Exception):
+    """Ends a call whose arguments are right, where no more of it is wanted."""
+
+
 class ErrorCollector:
     """Collects what is wrong with the arguments of one call.
 
@@ -29,6 +37,7 @@ class ErrorCollector:
 
     def __init__(self, of_call: bool = False) -> None:
         self._errors: List[Union[ConfigurationError, DataError]] = []
+        self._of_call = of_call
         wrong_names = _wrong_names.get() if of_call else None
         if wrong_names is not None:
             self._errors.append(wrong_names)
@@ -47,6 +56,17 @@ class ErrorCollector:
             yield
         finally:
             _wrong_names.reset(token)
+
+    @staticmethod
+    def check_only(call: Callable[[], object]) -> None:
+        """Raise what is wrong with the arguments of a call, which does nothing else."""
+        token = _only_checks.set(True)
+        try:
+            call()
+        except _CheckedError:
+            pass
+        finally:
+            _only_checks.reset(token)
 
     @classmethod
     def end_checks(cls) -> None:
@@ -98,6 +118,8 @@ class ErrorCollector:
             elif all(isinstance(error, DataError) for error in errors):
                 kind = DataError
             raise kind("\n".join(texts))
+        if self._of_call and _only_checks.get():
+            raise _CheckedError
 
 
 def at_least(name: str, value: Any, least: int, also: str = "") -> int:

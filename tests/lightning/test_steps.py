@@ -8,7 +8,13 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import ipufit
-from ipufit.errors import CaptureError, ConfigurationError, LossError, UnknownArgumentError
+from ipufit.errors import (
+    CaptureError,
+    ConfigurationError,
+    IpufitError,
+    LossError,
+    UnknownArgumentError,
+)
 from ipufit.lightning_module.inspection import _MODULE
 from tests.lightning.twins import (
     Classifier,
@@ -572,3 +578,41 @@ def test_wrong_names_and_values_are_one_error(call, lines):
     for text, line in zip(texts, lines):
         assert line in text
     assert all(map(torch.equal, weights, module.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda model, data: model.fit(datamodule=data, epochs=0, max_time=1), "epochs must be"),
+        (lambda model, data: model.fit(data, batch_size=4), "already comes in batches"),
+        (lambda model, data: model.fit(data, ipus=0), "`ipus`, the total number of IPUs, must be"),
+        (lambda model, data: model.fit(data, callbacks=[1]), "callbacks must be"),
+        (lambda model, data: model.fit(BATCHES, verbose=7), "verbose must be"),
+        (lambda model, data: model.fit(BATCHES, validation_data=BATCHES, seed="a"), "seed must be"),
+        (lambda model, data: model.evaluate(datamodule=data, steps=0), "steps must be"),
+        (lambda model, data: model.evaluate(data, return_dict=1), "return_dict must be"),
+        (lambda model, data: model.test(data, nothing=0), "no argument 'nothing'"),
+        (lambda model, data: model.predict(data, padding_value="a"), "padding_value must be"),
+    ],
+)
+@pytest.mark.parametrize("compiles", [True, False])
+def test_wrong_arguments_are_told_before_setup(call, line, compiles):
+    """What prepares data may take an hour; a right call sets up as ever afterwards."""
+    CALLS.clear()
+    model = ipufit.Model.from_lightning(Noted())
+    if compiles:
+        model.compile()
+    with pytest.raises(IpufitError) as caught:
+        call(model, Data())
+    assert line in str(caught.value)
+    assert not any("setup" in name or "prepare" in name for name, *_ in CALLS)
+    model.fit(datamodule=Data(), verbose=0)
+    assert [name for name, *_ in CALLS if "setup" in name] == ["data: setup", "setup"]
+
+
+def test_limits_of_data_that_setup_makes_are_checked_with_it():
+    """A fraction is one of batches that nobody knows before."""
+    model = ipufit.Model.from_lightning(Noted())
+    loading = ipufit.Loading(limit_train_batches=0.5)
+    history = model.fit(datamodule=Data(), loading=loading, verbose=0)
+    assert history.params["limit_train_batches"] == 2  # of 5
