@@ -46,7 +46,10 @@ def _measured(
     session: Session, batch: object, mode: Mode, seed: int, class_weight: object = None
 ) -> Dict[str, float]:
     with _running(session, batch, mode, seed, class_weight) as (job, only), defer_sigint():
-        job.meter.add(only, job.program.run(only))
+        result = job.program.run(only)
+        if mode is Mode.EVALUATE:
+            job.explainer.examine(result.losses, only.micro_batches)
+        job.meter.add(only, result)
         return dict(job.meter.values())
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 from typing import Callable, Iterator, Optional, Sequence, Tuple
 
 import torch
@@ -124,29 +123,28 @@ class FailureExplainer:
             where = functools.partial(self._where, first)
             return explain(error, self.module, loss, self.precision, batches, where)
 
-    def warn_of_nonfinite(
+    def examine(
         self,
-        losses: Sequence[float],
+        losses: torch.Tensor,
         batches: Sequence[MicroBatch],
-        first: int,
-        place: Callable[[NonFiniteLossError], object],
+        first: int = 0,
+        place: Optional[Callable[[NonFiniteLossError], object]] = None,
     ) -> None:
         """Warn of the first loss of an evaluation that is not finite, and say where it began.
 
         Args:
-            losses: of the micro-batches, of those of all processes where there are several; one is
-                not finite.
+            losses: of the micro-batches, of those of all processes where there are several.
             batches: the micro-batches.
             first: number of the first of them.
-            place: adds to an error which samples of the data it is about.
+            place: adds to an error which samples of the data it is about; None for the only batch.
         """
-        if self.has_warned:
+        if self.has_warned or losses.isfinite().all():
             return
         self.has_warned = True
         # Imported here: few losses are not finite.
         from ipufit.tracing.failed_call import find_nonfinite
 
-        lost = next(i for i, value in enumerate(losses) if not math.isfinite(value))
+        lost = int(losses.isfinite().logical_not().nonzero()[0])
         which, origin = "one", None
         cause = "Look for a log or division of zero, or non-finite data or weights."
         if not self.is_shared:
@@ -157,14 +155,16 @@ class FailureExplainer:
             number = first + lost
             origin = dataclasses.replace(origin, micro_batch=number, micro_batches=0, offset=offset)
             cause = origin.describe()
-        error = NonFiniteLossError(
-            f"the loss must be finite for every batch of the {self.role}, but {which} is "
-            f"{losses[lost]}, and so is the mean. {cause}",
-            None,
-            losses[lost],
-            origin,
-        )
-        place(error)
+        value = losses[lost].item()
+        text = f"the loss of the {self.role} must be finite, but it is {value}. {cause}"
+        if place is not None:
+            text = (
+                f"the loss must be finite for every batch of the {self.role}, but {which} is "
+                f"{value}, and so is the mean. {cause}"
+            )
+        error = NonFiniteLossError(text, None, value, origin)
+        if place is not None:
+            place(error)
         warn_user(str(error))
 
     def check_labels(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> None:

@@ -216,11 +216,9 @@ class Trainer:
                 except Exception as error:
                     job.explainer.raise_explained(error, batch.micro_batches, self._batches)
                     raise
-                if job.mode is Mode.EVALUATE and not result.losses.isfinite().all():
-                    losses, place = result.losses.tolist(), functools.partial(self._place, epoch)
-                    job.explainer.warn_of_nonfinite(
-                        losses, batch.micro_batches, self._batches, place
-                    )
+                if job.mode is Mode.EVALUATE:
+                    place = functools.partial(self._place, epoch)
+                    job.explainer.examine(result.losses, batch.micro_batches, self._batches, place)
         except NonFiniteLossError as error:
             self._place(epoch, error)
             # Every observer hears of it, also after one that handles it.

@@ -81,6 +81,23 @@ def test_evaluate_names_batch_line_and_row(iterations):
     assert len(warned(lambda: model.evaluate(spoilt(13, -1.0), Y, verbose=0))) == 1
 
 
+def test_test_on_batch_names_line_and_row():
+    """The only batch; each call says it, and one with a finite loss says nothing."""
+    model, x = compiled(), spoilt(13, -1.0)[12:16]
+    assert not warned(lambda: model.test_on_batch(X[:4], Y[:4]))
+    for _ in range(2):
+        (text,) = warned(lambda: model.test_on_batch(x, Y[12:16]))
+        made = MADE.replace("batch 3", "batch 0")
+        assert text.startswith(
+            f"the loss of the batch must be finite, but it is nan. {made}Its operands were (4 x 1)"
+        )
+        assert text.endswith(
+            ". It is in sample 1 of the micro-batch. A logarithm needs positive numbers: clamp its "
+            "input, for example x.clamp(min=1e-6).log()."
+        )
+    assert not warned(lambda: model.predict_on_batch(x))
+
+
 def test_fit_says_it_with_the_first_validation_alone():
     """Training goes on: its own loss is finite. The search changes nothing of it."""
     runs = []
@@ -145,8 +162,8 @@ def test_several_processes_have_no_number_for_a_batch():
     session = compiled()._session
     explainer = session.explainer(Mode.EVALUATE, "validation data")
     explainer.is_shared = True
-    losses = [1.0, float("inf")]
-    (text,) = warned(lambda: explainer.warn_of_nonfinite(losses, [], 0, lambda error: None))
+    losses = torch.tensor([1.0, float("inf")])
+    (text,) = warned(lambda: explainer.examine(losses, [], 0, lambda error: None))
     assert text == (
         "the loss must be finite for every batch of the validation data, but one is inf, and so is "
         "the mean. Look for a log or division of zero, or non-finite data or weights."
