@@ -318,6 +318,10 @@ class RunningLogs(Mapping[str, float]):
         """Work everything out, and look at the meter no more."""
         self._settled = self._all()
 
+    def latest(self) -> RunningLogs:
+        """The values as they are now."""
+        return RunningLogs(self._meter)
+
     def copy(self) -> Dict[str, float]:
         """A dict of the same values."""
         return dict(self._all())

@@ -13,6 +13,7 @@ import time
 from typing import Any, Dict, Iterator, List, Literal, Mapping, Optional, Sequence, TextIO, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs, means, one_of
+from ipufit.callbacks.epoch_metrics import RunningLogs
 from ipufit.engines.program import Engine
 from ipufit.utils.console import notebook_shell
 
@@ -84,7 +85,7 @@ class ProgbarLogger(Callback):
         bar, now = self._bars[-1], time.perf_counter()
         captured = float(self.model.capture_seconds) - self._captured
         bar.done, bar.seconds = batch + 1, now - self._start - captured
-        bar.samples = logs["samples"] if logs else 0.0
+        bar.samples, bar.logs = (logs["samples"] if logs else 0.0), logs
         # Metrics are worked out only when the bar is drawn: after the first execution, and then in
         # intervals, in which a whole epoch may pass.
         if self._verbose != 2 and now >= self._next_draw:
@@ -152,8 +153,21 @@ class ProgbarLogger(Callback):
         self._keep(None)
 
     def close(self) -> None:
-        """Leave no bar open after a run that did not end."""
-        self._bars = []
+        """Put lines that stay in the place of the bars of a run that did not end."""
+        while self._bars:
+            bar = self._bars.pop(0)
+            # The error that ended the run is to be seen, not one of a metric.
+            with contextlib.suppress(Exception):
+                if isinstance(bar.logs, RunningLogs):
+                    # Another callback may have failed before this one saw the last execution.
+                    logs = bar.logs.latest()
+                    bar.done, bar.samples = int(logs["updates"]), logs["samples"]
+                    bar.values = _shown(logs)
+            if bar.done:
+                title = bar.title if bar.done == bar.total else f"{bar.title} stopped"
+                self._shown_by().keep(title, bar.count, {**bar.values, **bar.rate})
+            else:
+                self._draw()
         if self._display is not None:
             self._display.close()
             self._display = None
@@ -186,6 +200,7 @@ class _Progress:
         seconds: since it began, without recording.
         samples: how many are over.
         values: loss and metrics so far, in words, by name.
+        logs: those from which they are made.
     """
 
     title: str
@@ -194,12 +209,16 @@ class _Progress:
     seconds: float = 0.0
     samples: float = 0.0
     values: Dict[str, str] = dataclasses.field(default_factory=dict)
+    logs: Optional[Logs] = None
 
     @property
     def count(self) -> str:
         """How many updates of an epoch, or batches of anything else, are over, in words."""
         one, more = ("update", "s") if self.title.startswith("epoch") else ("batch", "es")
-        return f"{self.done} {one}{'' if self.done == 1 else more}"
+        count, most = str(self.done), self.total or 0
+        if self.done < most:
+            count = f"{count} of {most}"
+        return f"{count} {one}{'' if max(self.done, most) == 1 else more}"
 
     @property
     def rate(self) -> Dict[str, str]:
@@ -471,7 +490,7 @@ class _Notebook(_Display):
     def keep(self, title: str, count: str, values: Mapping[str, str]) -> None:
         """Add a row to the table for an epoch, and a line for anything else."""
         kind, _, which = title.partition(" ")
-        if not which:
+        if kind != "epoch":
             super().keep(title, count, values)
             return
         self._plain += _wrap([f"{title}: {count}", *_words(values)], None)

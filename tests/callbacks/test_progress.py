@@ -17,6 +17,7 @@ from ipufit.callbacks import ProgbarLogger
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import resolve_verbose
 from tests.copies import CAN_COPY
+from tests.engines import embedded_only
 
 
 def model_and_loader(n=23):
@@ -213,8 +214,14 @@ def end(epoch, logs):
 def look(batch, logs):
     if "interrupt" in sys.argv and batch == 11 and model.history.epoch:
         signal.raise_signal(signal.SIGINT)
+    if "error" in sys.argv and batch == 11:
+        raise ZeroDivisionError("of a callback")
 
-watching = LambdaCallback(on_train_batch_end=look, on_epoch_end=end)
+def validated(batch, logs):
+    if "late" in sys.argv and batch == 11:
+        raise ZeroDivisionError("of a callback")
+
+watching = LambdaCallback(on_train_batch_end=look, on_test_batch_end=validated, on_epoch_end=end)
 torch.manual_seed(0)
 data = [(torch.randn(2, 3), torch.tensor([0, 1]))] * 24
 model = ipufit.Model(torch.nn.Linear(3, 2))
@@ -301,6 +308,7 @@ def block(state, title):
 VALUE = r"\d+(\.\d+)?(e-\d+)?"
 VALUES = rf"loss={VALUE}, accuracy={VALUE}, share_of_the_first_class={VALUE}"
 VALIDATED = re.sub(r"(\w+)=", r"val_\1=", VALUES)
+writes_nothing = embedded_only("PopTorch writes a line of its own about an error")
 needs_terminal = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 
 
@@ -370,12 +378,45 @@ def test_ctrl_c_ends_in_a_sentence():
     *_, last = watched(200, "interrupt", status=1 << 8 if CAN_COPY else signal.SIGINT)
     told = last[-1]
     assert "Traceback" not in " ".join(last)
-    assert re.search(rf"epoch 2/2 \S+ +\d+/24, .*{VALUES}$", block(last[:-1], "epoch 2/2 ")[0])
+    stopped = rf"epoch 2/2 stopped: 12 of 24 updates, {VALUES}, samples/s=\d+"
+    assert re.fullmatch(stopped, block(last[:-1], "epoch 2/2 ")[0])
     assert re.fullmatch(
         r"ipufit: Ctrl-C ends fit in epoch 2 of 2, after 12 of 24 updates; the module has the "
         r"weights of that update, and model.history 1 finished epoch.",
         told,
     ), told
+
+
+@needs_terminal
+@writes_nothing
+@pytest.mark.few("80-error", "200-late")
+@pytest.mark.parametrize("where", ["error", "late"])
+@pytest.mark.parametrize("columns", [80, 200])
+def test_an_error_leaves_lines_of_what_was_done_and_no_bar(columns, where):
+    """The bar's last state was older, and looked as if it still ran."""
+    terminal = Terminal(columns)
+    before, _, error = written(columns, "validation", where, status=1 << 8).partition("Traceback")
+    assert before.endswith("\r\n")
+    assert "ZeroDivisionError: of a callback" in error
+    terminal.feed(before)
+    text = " ".join(map(str.strip, terminal.states[-1]))
+    assert "\u2501" not in text
+    count = "epoch 1/2 stopped: 12 of 24 updates" if where == "error" else "epoch 1/2: 24 updates"
+    lines = rf"{count}, {VALUES}, samples/s=\d+"
+    if where == "late":
+        lines += rf" validation stopped: 12 of 24 batches, {VALUES}, samples/s=\d+"
+    assert re.search(rf"{lines}$", text), text
+
+
+@needs_terminal
+@writes_nothing
+def test_an_error_under_rich_leaves_lines_of_what_was_done():
+    """Rich takes its bars away; nothing said where it was."""
+    pytest.importorskip("rich")
+    text = written(100, "error", "rich", status=1 << 8)
+    before, _, _ = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text).partition("Traceback")
+    text = re.sub(r"\s+", " ", before)
+    assert re.search(rf"epoch 1/2 stopped: 12 of 24 updates, {VALUES}, samples/s=\d+ $", text)
 
 
 @needs_terminal
@@ -490,7 +531,7 @@ def test_the_bar_is_closed_after_an_error(capsys):
     model, loader = model_and_loader()
     with pytest.raises(ZeroDivisionError):
         model.fit(loader, callbacks=[Fail()], verbose=1)
-    assert capsys.readouterr().err.endswith("\n")
+    assert re.search(r"\d+/12\r +\r$", capsys.readouterr().err)
 
 
 def test_auto_is_a_line_an_epoch_outside_a_terminal(monkeypatch):
