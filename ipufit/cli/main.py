@@ -14,6 +14,7 @@ from ipufit.cli.parsing import CommandParser, add_completion
 from ipufit.cli.run import ScriptError, enter, enter_module, read_script, run_module, run_script
 from ipufit.conformance import __main__ as conformance
 from ipufit.errors import IpufitError, UnknownNameError
+from ipufit.utils.console import HelpFormatter
 from ipufit.utils.poptorch_sdk import install
 
 _CONFORMANCE = "conformance"
@@ -26,6 +27,7 @@ examples:
   ipufit watch runs/1            show the report of a training run while it goes on
 
 `ipufit COMMAND --help` describes one command.
+
 In bash, `eval "$(ipufit --print-completion bash)"` turns on completion with TAB.
 """
 
@@ -122,7 +124,7 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
         prog="ipufit",
         description="Keras' compile and fit for PyTorch, on CPUs, GPUs and IPUs.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ipufit {__version__}")
     add_completion(parser)

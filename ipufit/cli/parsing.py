@@ -8,6 +8,7 @@ import sys
 from typing import Any, Iterator, List, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
+from ipufit.utils.console import HelpFormatter
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -64,7 +65,7 @@ def add_command(
         help=what,
         description=about,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         usage=usage,
         allow_abbrev=False,
     )

@@ -15,6 +15,7 @@ and sys.path are the same as with Python. `import poptorch` imports the PopTorch
 if that is installed and works, and otherwise ipufit's stand-in in plain torch; a line on stderr
 says which. Without the SDK, `import popart` and `import popdist` bring the enums and functions that
 scripts for a single process use.
+
 Exit status: that of the script; 2 if the command line is wrong or the script can't be read.
 """
 _RUN_EXAMPLES = """\
@@ -30,6 +31,7 @@ model, the loss and the first micro-batch for code that would behave differently
 program. Each finding has file, line and what to write instead. The script ends there, so that its
 later lines can't overwrite files with an untrained model. With --all it continues: each call of fit
 is checked, and returns an empty History.
+
 Exit status: 0 if there are no findings, 1 if there are, 2 if the command line is wrong, the script
 can't be read or fails, or it never calls fit.
 """
@@ -44,6 +46,7 @@ _PLAN = """\
 Run a script as `ipufit check` does, up to its first call of Model.fit, and estimate what that fit
 would need on IPUs: micro-batches, updates and executions, then memory, work and time of every
 stage. Nothing is trained, no IPU is needed, and the rest of the script does not run.
+
 Exit status: 0 if every stage fits its IPU, 1 if one does not, 2 if the command line is wrong, the
 script can't be read or fails, or it never calls fit.
 """
@@ -59,6 +62,7 @@ Run a script as `ipufit check` does, up to its first call of Model.fit, and time
 several ways, in turns: the module itself (off), the recorded program (graph), and the recorded
 program with kernels chosen on this machine (kernels). All must give the losses of the module
 itself. Weights, optimizer and data do not change, and the rest of the script does not run.
+
 Exit status: 0 if all ways give the same losses, 1 if one does not, 2 if the command line is wrong,
 the script can't be read or fails, or it never calls fit.
 """

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Optional, Sequence
 
+from ipufit.utils.console import HelpFormatter
+
 _ABOUT = """\
 Run the test cases that define PopTorch's semantics, each against a hand-written loop, and print a
 table. Exit status: 0 if no case failed, 1 if one did, 2 if the command line names an engine or a
@@ -61,7 +63,7 @@ def main(
         prog=prog,
         description=_ABOUT,
         epilog=_EXAMPLES.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_arguments(parser)
     options = parser.parse_args(arguments)

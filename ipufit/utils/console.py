@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import importlib.util
+import itertools
 import os
+import re
 import sys
+import textwrap
 import warnings
-from typing import Any, Literal, Mapping, Type, cast
+from typing import Any, List, Literal, Mapping, Optional, Type, Union, cast
 
 from ipufit.errors import ConfigurationError
 
 # The folder of the package, with a separator at its end, as code objects name their files.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
+
+_MOST_COLUMNS = 100  # of a paragraph in a wide terminal
 
 # Blocks of ours are entered through contextlib.
 # Python skips no file whose whole name is the prefix.
@@ -60,6 +67,48 @@ def preformatted(text: str) -> str:
     import html
 
     return f"<pre>{html.escape(text)}</pre>"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Lays out the help of a command for the width of the terminal.
+
+    Lines that begin with spaces are examples: a command, and what it does behind two spaces or
+    more; where one of them is too long, all have that on a line of its own. Other lines are
+    paragraphs, which blank lines separate.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: List[str] = []
+        for is_example, group in itertools.groupby(text.splitlines(), _is_example):
+            rows = [*group]
+            if is_example and max(map(len, rows)) > width:
+                for row in rows:
+                    command, _, what = row.strip().partition("  ")
+                    lines += [f"  {command}", f"      {what.strip()}"]
+            elif is_example or not rows[0]:
+                lines += rows
+            else:
+                lines += _wrap(" ".join(rows), min(width, _MOST_COLUMNS))
+        return "\n".join(lines)
+
+    def _format_usage(
+        self, usage: Optional[str], actions: Any, groups: Any, prefix: Optional[str]
+    ) -> str:
+        if usage is None:
+            return super()._format_usage(usage, actions, groups, prefix)
+        # A line may end between two options, not within one.
+        usage = re.sub(r"\[.*?\]|\{.*?\}", lambda part: part[0].replace(" ", "\xa0"), usage)
+        head = f"{prefix or 'usage: '}{self._prog} "
+        rest = usage.replace("%(prog)s ", "")
+        lines = _wrap(rest, self._width, initial_indent=head, subsequent_indent=" " * len(head))
+        return "\n".join(lines).replace("\xa0", " ") + "\n\n"
+
+
+_wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)
+
+
+def _is_example(line: str) -> Union[bool, str]:
+    return line.startswith(" ") if line else "blank"
 
 
 VerboseLevel = Literal[0, 1, 2, "rich"]

@@ -7,6 +7,8 @@ from ipufit.cli.main import main
 KNOWN = "Known names: bench, check, conformance, doctor, plan, report, run, watch."
 BEHIND = "Put arguments of the script after it."
 
+COMMANDS = ["run", "check", "plan", "bench", "report", "watch", "doctor", "conformance"]
+
 
 @pytest.mark.parametrize(
     ("line", "told"),
@@ -50,9 +52,25 @@ def test_a_mistake_is_told_by_the_command_that_was_meant(line, told, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == told
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "check", "plan", "bench", "report", "watch", "doctor", "conformance"]
-)
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_every_help_fits_into_the_terminal(command, columns, monkeypatch, capsys):
+    """Lines that a terminal breaks in the middle of words are hard to read."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) < columns
+    # No option of the usage is broken, and no example has lost its command.
+    usage, _, rest = text.partition("\n\n")
+    assert usage.startswith(" ".join(["usage: ipufit", *command]))
+    assert all(line.count("[") == line.count("]") for line in usage.splitlines())
+    commands = rest.partition("\nexamples:\n")[2].splitlines()
+    assert sum(line.startswith("  ipufit") for line in commands) >= 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_has_examples_and_says_what_its_exit_status_means(command, capsys):
     """Who looks at a help text wants a line to copy, and what a script may rely on."""
     with pytest.raises(SystemExit) as caught:
