@@ -260,6 +260,8 @@ class Plan:
             None if the data does.
         depth: stages of the pipeline where one goes back to an earlier IPU, so that there are more
             than IPUs; otherwise 0.
+        batches: that the loader yields per epoch, for :meth:`explain` of a plan without
+            ``samples``; None if nobody knows.
     """
 
     micro_batch_size: int
@@ -276,6 +278,7 @@ class Plan:
     processes: int = 1
     process: int = 0
     depth: int = 0
+    batches: Optional[int] = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def make(
@@ -600,7 +603,12 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         word = self._update_word
         updates, executions = self.updates_per_epoch, self.executions_per_epoch
         if updates is None or executions is None:
-            yield "One epoch = a stream of unknown length; samples left at its end are used too."
+            epoch = "all batches of the data, whose number is unknown"
+            if self.batches is not None:
+                updates = _parts(self.batches, self.micro_batches_per_update)
+                count = _n(_parts(updates, self.device_iterations), "execution")
+                epoch = f"{_n(self.batches, 'batch')} = {_n(updates, word)} in {count}"
+            yield f"One epoch = {epoch}; a smaller last {word} is used too."
         else:
             samples = "" if self.samples is None else f"{_n(self.samples, 'sample')} = "
             yield f"One epoch = {samples}{_n(updates, word)} in {_n(executions, 'execution')}."

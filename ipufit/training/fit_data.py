@@ -330,10 +330,15 @@ def plan_of_fit(session: Session, request: FitRequest, faults: ErrorCollector) -
         ConfigurationError: arguments that can't work.
     """
     data = FitData(session, request, faults)
-    data.open(Mode.PREDICT if request.data.y is None else Mode.TRAIN)
+    mode = Mode.PREDICT if request.data.y is None else Mode.TRAIN
+    data.open(mode)
     data.limit()
-    plan = data.plan()
+    plan, source = data.plan(), data.source
     faults.raise_all()
+    if plan is not None and source is not None and source.micro_batch_size is None:
+        first = session.example(source, mode)
+        size = source.usual_batch_size or (first and first.size) or 1
+        plan = dataclasses.replace(plan, micro_batch_size=size)
     return plan
 
 

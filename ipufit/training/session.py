@@ -187,10 +187,10 @@ class Session:
             PlanError: an argument disagrees with what is fixed.
         """
         if arguments["ipus"] is not None or "ipus" in self.fixed.names(training):
-            self.divided.count_own_ipus(functools.partial(self._read_example, source), training)
+            self.divided.count_own_ipus(functools.partial(self.example, source), training)
         return self.fixed.resolve(training, self.divided.partitions.of(training), **arguments)
 
-    def _read_example(self, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
+    def example(self, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
         """A micro-batch like those of a source; None where none can be made of it beforehand."""
         try:
             with isolated():
@@ -256,6 +256,8 @@ class Session:
             raise _told_of_compile(error) from error
         if is_pipeline and is_own:
             plan = dataclasses.replace(plan, pipelined=True)
+        if plan.samples is None and not passes:
+            plan = dataclasses.replace(plan, batches=source.micro_batches)
         if passes and fixed_updates is not None and source.samples and not source.smallest:
             # No batch is smaller than others, so all epochs have the same number of samples.
             plan = dataclasses.replace(plan, samples=fixed_updates * plan.update_size)

@@ -269,3 +269,23 @@ def test_evaluate_and_predict_take_them():
     torch.testing.assert_close(predicted, expected, rtol=0, atol=1e-12)
     loss = ((expected - torch.stack([data[i][1] for i in itertools.chain(*buckets)])) ** 2).mean()
     assert model.evaluate(source, verbose=0)["loss"] == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_explain_counts_batches_whose_sizes_differ(capsys):
+    """They are no stream; its plan was one of single samples."""
+    pairs = [(torch.ones(5 + i * i % 60), i % 2) for i in range(200)]
+    buckets = LengthBuckets(pairs, batch_size=16, max_recordings=5)
+    model = ipufit.Model(torch.nn.Linear(1, 2))
+    model.compile("sgd", "cross_entropy")
+    batches = torch.utils.data.DataLoader(pairs, batch_sampler=buckets, collate_fn=buckets.pad)
+    model.explain(batches, device_iterations=4)
+    lines = capsys.readouterr().out.splitlines()
+    assert "  micro-batch            16  samples" in lines[1]
+    n = len(batches)
+    assert lines[8].startswith(
+        f"One epoch = {n} batches = {n} updates in {-(-n // 4)} executions; "
+    )
+    model.explain([(torch.zeros(4, 1), torch.zeros(4).long())] * 5)
+    lines = capsys.readouterr().out.splitlines()
+    assert "  micro-batch            4  samples" in lines[1]
+    assert lines[8].startswith("One epoch = 5 batches = 5 updates in 5 executions; ")
