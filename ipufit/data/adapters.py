@@ -52,8 +52,8 @@ class DataArguments:
         shuffle: of tensors, arrays and map-style datasets.
         shuffles: the default of ``shuffle``.
         batch_size_name: the argument that the user knows.
-        form: in which forward takes inputs, to predict: ``x`` may be a tuple or list of arrays that
-            it is called with.
+        form: in which forward takes inputs, to predict from a tuple or list of arrays.
+        are_inputs: whether ``x`` is such a tuple or list, that forward is called with.
     """
 
     role: str
@@ -66,11 +66,7 @@ class DataArguments:
     shuffles: bool = False
     batch_size_name: str = "batch_size"
     form: Optional[BatchForm] = None
-
-    @property
-    def are_inputs(self) -> bool:
-        """Say whether ``x`` is a tuple or list of arrays that forward is called with."""
-        return self.form is not None and self.form.are_inputs(self.x)
+    are_inputs: bool = False
 
     def as_arrays(self) -> DataArguments:
         """The data with arrays and tensors for frames, lists of numbers and tables of datasets.

@@ -275,10 +275,10 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
     whole = (*args, *kwargs.values(), target, weight)
     parts = [_entries(part) for part in whole if part is not None]
     has_entries = None not in parts and len(set(parts)) == 1
-    has_samples = any(map(tree.is_list_of_samples, whole))
+    differ = len({size for _, size in sizes}) != 1
     if stated:
         sizes = stated
-    elif has_entries and (len({size for _, size in sizes}) != 1 or has_samples):
+    elif has_entries and (differ or any(map(tree.is_list_of_samples, whole))):
         assert parts[0] is not None
         return parts[0]
     elif objects and not sizes:

@@ -242,7 +242,7 @@ class LightningModel(StepsModel):
         return options
 
     def _check_first(
-        self, loaders: Loaders, options: Dict[str, Any], call: Callable[[object], object]
+        self, loaders: Loaders, options: Dict[str, object], call: Callable[[object], object]
     ) -> None:
         """Raise what is wrong with the arguments of a call before ``setup`` does any work.
 

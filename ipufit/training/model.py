@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import os
 from typing import (
     TYPE_CHECKING,
@@ -811,9 +812,9 @@ class Model(InspectionMixin):
     ) -> Tuple[Session, InferenceRequest, ErrorCollector]:
         """The session that predicts, and the arguments of a prediction."""
         faults, session = ErrorCollector(of_call=True), self._compiled("predict")
-        role, form = "prediction data", session.form(Mode.PREDICT)
-        x, batch_size = arguments["x"], arguments["batch_size"]
-        data = DataArguments(role, x, batch_size=batch_size, form=form)
+        x, form = arguments["x"], session.form(Mode.PREDICT)
+        data = DataArguments("prediction data", x, batch_size=arguments["batch_size"], form=form)
+        data = dataclasses.replace(data, are_inputs=form.are_inputs(x))
         return session, InferenceRequest.of(data, arguments), faults
 
     def _compile_to_infer(self, loss: object, metrics: object) -> Session:

@@ -92,10 +92,10 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n".join(lines)
 
     def _format_usage(
-        self, usage: Optional[str], actions: Any, groups: Any, prefix: Optional[str]
+        self, usage: Optional[str], actions: object, groups: object, prefix: Optional[str]
     ) -> str:
         if usage is None:
-            return super()._format_usage(usage, actions, groups, prefix)
+            return super()._format_usage(usage, actions, groups, prefix)  # type: ignore[arg-type]
         # A line may end between two options, not within one.
         usage = re.sub(r"\[.*?\]|\{.*?\}", lambda part: part[0].replace(" ", "\xa0"), usage)
         head = f"{prefix or 'usage: '}{self._prog} "
