@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -99,6 +100,8 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
     faults = ErrorCollector()
     if arguments.form is not None:
         _refuse_samples(arguments.form, arguments.x, arguments.role)
+    if not own_loss and arguments.y is None:
+        _refuse_pairs(arguments.x, arguments.role)
     kind, is_cut = _kind(arguments), isinstance(arguments.x, Sharded)
     if is_cut:
         arguments = dataclasses.replace(arguments, x=arguments.x.loader)
@@ -207,6 +210,21 @@ def _refuse_samples(form: BatchForm, x: object, role: str) -> None:
         reading, way = "several inputs", "[((first, second),)]"
     cure = f"Pass {way} for {reading}, or [(samples,)] for one batch with the list."
     form.refuse_samples(x, role, reading, cure)
+
+
+def _refuse_pairs(x: Any, role: str) -> None:
+    """Refuse a list of samples, which would be read as batches: the target of one is a number."""
+    first: Any = x[0] if isinstance(x, list) and x else None
+    if not tree.is_sequence(first) or len(first) not in (2, 3):
+        return
+    inputs, target = first[:2]
+    is_number = isinstance(target, numbers.Number) or (is_array(target) and not target.ndim)
+    if is_number and is_array(inputs) and inputs.ndim:
+        raise DataError(
+            f"{role}: a list of (inputs, target) is read as batches, but the target of the first "
+            f"is one number, {target}, so they look like samples. Pass DataLoader(x, "
+            "batch_size=32, shuffle=True), which makes batches of them."
+        )
 
 
 def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:

@@ -584,6 +584,25 @@ def test_bare_pictures_say_how_to_pass_them():
     assert len(one) == 9
 
 
+@pytest.mark.parametrize("label", [1, np.int64(1), torch.tensor(1), 1.0, True], ids=repr)
+def test_a_list_of_samples_is_not_read_as_batches(label):
+    """As many samples as an input has features were counted."""
+    model, pairs = compiled(), [(X[0], label), (X[1], label)]
+    text = (
+        "{}: a list of (inputs, target) is read as batches, but the target of the first is one "
+        f"number, {label}, so they look like samples. Pass DataLoader(x, batch_size=32, "
+        "shuffle=True), which makes batches of them."
+    )
+    with refused(model, DataError, text.format("training data")):
+        fit(model, pairs)
+    with refused(model, DataError, text.format("evaluation data")):
+        model.evaluate(pairs, verbose=0)
+    with refused(model, DataError, text.format("prediction data")):
+        model.predict(pairs, verbose=0)
+    expected = model.predict(X[:2], verbose=0)
+    assert torch.equal(model.predict(DataLoader(pairs, 2), verbose=0), expected)
+
+
 def test_inputs_and_targets_alike_are_read_as_such():
     """Forward runs with no list of both, so it is no list of samples."""
     model = ipufit.Model(nn.Linear(4, 3))
