@@ -100,7 +100,7 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
     faults = ErrorCollector()
     if arguments.form is not None:
         _refuse_samples(arguments.form, arguments.x, arguments.role)
-    if not own_loss and arguments.y is None:
+    if isinstance(arguments.x, list) and arguments.y is None and not own_loss:
         _refuse_pairs(arguments.x, arguments.role)
     kind, is_cut = _kind(arguments), isinstance(arguments.x, Sharded)
     if is_cut:
@@ -212,9 +212,9 @@ def _refuse_samples(form: BatchForm, x: object, role: str) -> None:
     form.refuse_samples(x, role, reading, cure)
 
 
-def _refuse_pairs(x: Any, role: str) -> None:
+def _refuse_pairs(x: tree.Tree, role: str) -> None:
     """Refuse a list of samples, which would be read as batches: the target of one is a number."""
-    first: Any = x[0] if isinstance(x, list) and x else None
+    first: tree.Tree = x[0] if x else None
     if not tree.is_sequence(first) or len(first) not in (2, 3):
         return
     inputs, target = first[:2]

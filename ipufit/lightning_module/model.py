@@ -228,7 +228,7 @@ class LightningModel(StepsModel):
             return Model.fit(self, data, y, **options)
 
     def _with_validation(
-        self, options: Mapping[str, Any], held_out: Callable[[], object]
+        self, options: Mapping[str, object], held_out: Callable[[], object]
     ) -> Dict[str, Any]:
         """Add the loader for validation to the options of ``fit``, if it validates on that."""
         options = dict(options)
@@ -406,7 +406,7 @@ class LightningModel(StepsModel):
         loaders: Loaders,
         role: str,
         facts: Mapping[str, object],
-        options: Dict[str, Any],
+        options: Dict[str, object],
     ) -> Iterator[None]:
         """Set up the module for a stage, without its old Trainer; its hooks become a callback."""
         for part in lightning_parts(self.lightning):
