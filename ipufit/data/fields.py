@@ -73,17 +73,6 @@ class BatchForm:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    @classmethod
-    def of(
-        cls, module: nn.Module, loss: Loss, mode: Mode, runs_with: Callable[[List[tree.Leaf]], bool]
-    ) -> BatchForm:
-        """Describe the batches that a module and a loss in normal form take in a mode."""
-        names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
-        sums_weights = loss.sample_weight_reduction == "mean_with_sample_weight"
-        one_target = loss.rule is not None and loss.field_names is None
-        own_loss = loss.own_loss(mode)
-        return cls(module, own_loss, *names, sums_weights, one_target, runs_with)
-
     @property
     def name(self) -> str:
         """The class of the module, for messages."""

@@ -17,8 +17,8 @@ from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.request import PartitionRequest
 from ipufit.training.fit_data import FitRequest, plan_of_fit
-from ipufit.training.sanity_check import wrap_batch_errors
-from ipufit.training.session import Session, require_one_loss
+from ipufit.training.sanity_check import require_one_loss, wrap_batch_errors
+from ipufit.training.session import Session
 from ipufit.training.summary import check_options, sample_for, sample_of, summarize
 from ipufit.utils.console import preformatted
 from ipufit.utils.error_collector import ErrorCollector
@@ -199,7 +199,7 @@ class InspectionMixin:
         from ipufit.planner.plan_partition import plan_partition
 
         session = self._compiled("plan")
-        require_one_loss(session, "plan")
+        require_one_loss(session.loss, "plan")
         request = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
         work = (ipus, gradient_accumulation, schedule, recompute, ipu_memory)
         read_sample = functools.partial(sample_for, session, x, "plan")
@@ -225,7 +225,7 @@ class InspectionMixin:
             DataError: the batch can't be used, or module or loss can't take it.
         """
         session = self._compiled("preflight")
-        require_one_loss(session, "preflight")
+        require_one_loss(session.loss, "preflight")
         sample = sample_for(session, x, "preflight")
         mode = Mode.PREDICT if session.optimizer is None else Mode.TRAIN
         with wrap_batch_errors(session.explainer(mode, "preflight"), sample):

@@ -364,3 +364,16 @@ def wrap_batch_errors(explainer: FailureExplainer, sample: MicroBatch) -> Iterat
             f"have shape {shapes}, but that fails: {brief_error(error)}. Pass a batch in the form "
             "that fit takes."
         ) from error
+
+
+def require_one_loss(loss: Loss, what: str) -> None:
+    """Refuse what works on a program with one loss.
+
+    Raises:
+        ConfigurationError: the updates have several in turn.
+    """
+    if loss.turns:
+        raise ConfigurationError(
+            f"{what} works with one loss, but the updates have several in turn. Compile only one "
+            "TrainStep for it."
+        )

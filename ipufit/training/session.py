@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["JobSpec", "Session", "require_one_loss", "require_single_process"]
+__all__ = ["JobSpec", "Session", "require_single_process"]
 
 
 class Session:
@@ -201,8 +201,13 @@ class Session:
 
     def form(self, mode: Mode) -> BatchForm:
         """Describe the batches that module and loss take in a mode."""
-        runs_with = functools.partial(runs_with_list, self.module, self.casting)
-        return BatchForm.of(self.module, self.loss, mode, runs_with)
+        loss = self.loss
+        names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
+        sums_weights = loss.sample_weight_reduction == "mean_with_sample_weight"
+        one_target = loss.rule is not None and loss.field_names is None
+        tries = functools.partial(runs_with_list, self.module, self.casting)
+        more = (sums_weights, one_target, tries)
+        return BatchForm(self.module, loss.own_loss(mode), *names, *more)
 
     def unpack(self, source: DataAdapter, mode: Mode, batch: object) -> MicroBatch:
         """Bring the first batch of a source into the form that a program takes.
@@ -603,17 +608,4 @@ def require_single_process(session: Session, what: str, instead: str) -> None:
         raise ConfigurationError(
             f"{what} works in one process, but this is process {processes.process_id} of "
             f"{processes.num_processes}. {instead}"
-        )
-
-
-def require_one_loss(session: Session, what: str) -> None:
-    """Refuse what works on a program with one loss.
-
-    Raises:
-        ConfigurationError: the updates have several in turn.
-    """
-    if session.loss.turns:
-        raise ConfigurationError(
-            f"{what} works with one loss, but the updates have several in turn. Compile only one "
-            "TrainStep for it."
         )

@@ -28,7 +28,8 @@ from ipufit.losses import Loss
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.comparison import Comparison, Tolerance, distance
-from ipufit.training.session import JobSpec, Session, require_one_loss, require_single_process
+from ipufit.training.sanity_check import require_one_loss
+from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -53,7 +54,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
             into.
         DataError: the batch can't be used.
     """
-    require_one_loss(session, "compare")
+    require_one_loss(session.loss, "compare")
     require_single_process(
         session, "compare", "Compare in one process: all processes run the same program."
     )
@@ -107,7 +108,7 @@ def check_invariance(
         DataError: the batch can't be fed, or divided.
     """
     instead = "Check in one process: its replicas behave like those of all processes."
-    require_one_loss(session, "check_invariance")
+    require_one_loss(session.loss, "check_invariance")
     require_single_process(session, "check_invariance", instead)
     tolerance = Tolerance(*tolerances)
     tolerance.check()
