@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import os
 from typing import (
     TYPE_CHECKING,
@@ -813,8 +812,8 @@ class Model(InspectionMixin):
         """The session that predicts, and the arguments of a prediction."""
         faults, session = ErrorCollector(of_call=True), self._compiled("predict")
         x, form = arguments["x"], session.form(Mode.PREDICT)
-        data = DataArguments("prediction data", x, batch_size=arguments["batch_size"], form=form)
-        data = dataclasses.replace(data, are_inputs=form.are_inputs(x))
+        role, size, are_inputs = "prediction data", arguments["batch_size"], form.are_inputs(x)
+        data = DataArguments(role, x, batch_size=size, form=form, are_inputs=are_inputs)
         return session, InferenceRequest.of(data, arguments), faults
 
     def _compile_to_infer(self, loss: object, metrics: object) -> Session:
