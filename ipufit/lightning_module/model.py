@@ -357,7 +357,7 @@ class LightningModel(StepsModel):
         super().summary(x, **options)
 
     def check(self, x: object = None) -> CheckReport:
-        """Check the steps for what a recorded program would not do as it is written."""
+        """Check the steps for code that would behave differently in a recorded program."""
         self._ready()
         return super().check(x)
 

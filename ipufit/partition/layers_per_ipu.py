@@ -172,8 +172,8 @@ def _with_returns(module: nn.Module, layers: Sequence[_Visit], last: int) -> Lis
     """Layers on their IPUs, and the modules that go back to the IPU of a weight they share.
 
     A weight lies where the first module runs that has it: on IPU 0 if no layer comes before, else
-    with the next layer. What comes first is told by the order of definition, which the forward
-    pass is held against later. Weights that layers share stay where they are.
+    with the next layer. What comes first follows from the order of definition, which is compared
+    with the forward pass later. Weights that layers share stay where they are.
 
     Args:
         module: the user's module.

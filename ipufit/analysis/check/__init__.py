@@ -1,4 +1,4 @@
-"""Check of a model for what a recorded program would not do as it is written.
+"""Check of a model for code that would behave differently in a recorded program.
 
 :meth:`ipufit.Model.check` makes one. docs/check.md says what is found.
 """
