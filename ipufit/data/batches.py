@@ -384,10 +384,10 @@ def executions(
     batches: Iterable[object],
     unpack: Callable[[RawBatch, int], Sequence[MicroBatch]],
     plan: Plan,
-    check_update: Optional[Callable[[Sequence[MicroBatch], int], None]] = None,
-    updates: Optional[Callable[[], int]] = None,
-    horizon: Optional[ReadAhead] = None,
-    one_shape: Optional[OneShapeUpdates] = None,
+    check_update: Optional[Callable[[Sequence[MicroBatch], int], None]],
+    updates: Callable[[], int],
+    horizon: ReadAhead,
+    one_shape: Optional[OneShapeUpdates],
 ) -> Iterator[CombinedBatch]:
     """Micro-batches in the loader's order, as many to an execution as the plan says.
 
@@ -396,19 +396,14 @@ def executions(
         unpack: makes micro-batches of what it yields at once, and the index of the first of them.
         plan: says how many belong together. The last execution may hold fewer.
         check_update: told the weighted micro-batches of an update, and the index of their last.
-        updates: how many make the next execution, asked before each; None for the plan's.
+        updates: how many make the next execution, asked before each.
         horizon: told how many batches the execution still wants.
         one_shape: brings them into another order; None for the loader's.
     """
     per_update = plan.micro_batches_per_update
-    horizon = horizon or ReadAhead()
     group: List[MicroBatch] = []
     index = 0
-
-    def wanted() -> int:
-        return per_update * (updates() if updates else plan.device_iterations)
-
-    horizon.batches = wanted()
+    horizon.batches = per_update * updates()
     for raw in batches:
         new = unpack(raw, index)
         index += len(new)
@@ -426,7 +421,7 @@ def executions(
         if not horizon.batches:
             yield CombinedBatch(group)
             group = []
-            horizon.batches = wanted()
+            horizon.batches = per_update * updates()
     for last in [group] if one_shape is None else one_shape.rest(group):
         rest = len(last) % per_update
         if check_update and rest and is_weighted(last[-1]):

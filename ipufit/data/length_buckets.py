@@ -242,8 +242,8 @@ def _length_of(sample: object, name: Optional[str]) -> int:
     elif isinstance(part, dict) and "input_ids" in part:
         part = part["input_ids"]
     # The first of several entries that has one: of (inputs, target) the inputs have.
-    leaves = (leaf for leaf in tree.flatten(part)[0] if isinstance(leaf, str) or _is_tensor(leaf))
-    first = next(leaves, None)
+    leaves = (leaf for leaf in tree.flatten(part)[0] if isinstance(leaf, (str, Tensor)))
+    first = next((leaf for leaf in leaves if isinstance(leaf, str) or leaf.dim()), None)
     if first is None:
         where = "" if name is None else f" under {name!r}"
         raise DataError(
@@ -251,10 +251,6 @@ def _length_of(sample: object, name: Optional[str]) -> int:
             f"sequence{where}. Pass lengths=, a list of integers or a function of a sample."
         )
     return len(first)
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def _least_padding(lengths: Tensor, most: int, multiple_of: int) -> List[int]:

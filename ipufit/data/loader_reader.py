@@ -1,4 +1,4 @@
-"""Reads the batches of a DataLoader several at once: in its workers, or in this process."""
+"""Reads the batches of a DataLoader: with workers, several in one message, or in this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import operator
 import time
 import weakref
 from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -14,28 +15,68 @@ from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional
 import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, Subset, _utils, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Subset,
+    _utils,
+    default_collate,
+    get_worker_info,
+)
 
 from ipufit.core.batch import RawBatch
 from ipufit.data.in_memory import ReadAhead, RowBlock, batch_count, is_datasets_table, is_plain
-from ipufit.data.loaders import like, reads_together
+from ipufit.data.loaders import like, sends_groups
 from ipufit.utils import tree
 
-# So many batches are read at once at most, and in so many seconds, as others wait for the first of
-# them; all messages of workers share so many bytes, and batches in this process are joined up to so
-# many.
-_MOST, _SECONDS, _BYTES, _JOINED = 32, 0.03, 2**24, 2**20
+# A worker sends so many batches at once at most, and makes them in so many seconds, as others wait
+# for the first of them; all messages share so many bytes.
+_MOST, _SECONDS, _BYTES = 32, 0.03, 2**24
 _Fetcher: Any = _utils.fetch._MapDatasetFetcher
 _torchs_worker: Any = _utils.worker
 # Readers whose workers stay from one pass to the next.
 _READERS: weakref.WeakKeyDictionary[DataLoader[object], LoaderReader] = weakref.WeakKeyDictionary()
 
 
+def reads_here(loader: object) -> bool:
+    """True of a DataLoader of batches by index that this process reads without more ado."""
+    return (
+        type(loader) is DataLoader
+        and not (loader.num_workers or loader.pin_memory or loader.batch_sampler is None)
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def read_here(
+    loader: DataLoader[object], indices: Iterable[List[int]], horizon: ReadAhead
+) -> Iterator[RawBatch]:
+    """Read batches in this process as torch does, whose iterator tells its profiler of each.
+
+    Args:
+        loader: as :func:`reads_here` knows it.
+        indices: of the samples of each batch.
+        horizon: how many batches are wanted, so that rows of a table can be taken together.
+    """
+    # As torch's iterator does for workers.
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    fetcher = _Fetcher(loader.dataset, True, loader.collate_fn, False)
+    if not _has_rows(loader):
+        return map(fetcher.fetch, indices)
+
+    def rows(rest: Iterator[List[int]]) -> Iterator[RawBatch]:
+        for first in rest:
+            lists = [first, *itertools.islice(rest, min(_MOST, horizon.batches) - 1)]
+            block = _columns(loader.dataset, lists)
+            yield from [block] if block else map(fetcher.fetch, itertools.chain(lists, rest))
+
+    return rows(iter(indices))
+
+
 def has_workers(loader: DataLoader[object]) -> bool:
     """True if workers are there from the pass before, which the next one goes on with."""
     if loader in _READERS:
         return _READERS[loader].reader._iterator is not None
-    return loader._iterator is not None and not reads_together(loader)
+    return loader._iterator is not None and not sends_groups(loader)
 
 
 def forget_workers(loader: DataLoader[object]) -> None:
@@ -91,17 +132,18 @@ class LoaderReader:
     Each batch is made by the worker that it would have in the loader, after the same ones: its
     random numbers are the same. Workers that make small batches quickly send several at once, in
     memory that they share with this process: a message of torch's takes longer than an update of a
-    small network. Without workers, this process makes as many at once as an execution takes.
+    small network.
 
     Attributes:
         reader: starts the workers, which it has for itself.
         memory: of each message that is on its way, or was read last.
     """
 
+    reader: DataLoader[object]
+
     def __init__(self) -> None:
         self._sampler = _NamedBatches()
         self._count, self._most = 1, _MOST
-        self._groups = False
         self.memory: List[Tensor] = []
 
     @staticmethod
@@ -118,30 +160,25 @@ class LoaderReader:
         if loader in _READERS:
             return _READERS[loader]
         reader = before or LoaderReader()
-        reader._look_at(loader, worker)
+        changes: dict[str, object] = {"batch_sampler": reader._sampler}
+        if worker is not None:
+            changes = {"worker_init_fn": AsWorkerOfAll(*worker, loader.worker_init_fn)}
+        elif sends_groups(loader):
+            count = (loader.prefetch_factor + 1) * loader.num_workers
+            if len(reader.memory) != count:
+                size = _BYTES // count
+                # Without pages until they are written to.
+                storage = torch.UntypedStorage._new_shared(count * size)  # type: ignore[no-untyped-call]
+                shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+                reader.memory = [*torch.split(shared, size)]
+            groups = _Groups(loader.dataset, loader.collate_fn, reader.memory, _has_rows(loader))
+            changes = {"dataset": groups, "batch_sampler": None, "sampler": reader._sampler}
+            init = AsWorkerOfAll(0, 1, loader.worker_init_fn)
+            changes.update(collate_fn=_unchanged, worker_init_fn=init)
+        reader.reader = like(loader, **changes)
         if loader.persistent_workers:
             _READERS[loader] = reader
         return reader
-
-    def _look_at(self, loader: Any, worker: Optional[Tuple[int, int]]) -> None:
-        self._groups = worker is None and reads_together(loader)
-        if worker is not None:
-            starts = AsWorkerOfAll(*worker, loader.worker_init_fn)
-            self.reader = like(loader, worker_init_fn=starts)
-        elif not self._groups:
-            self.reader = like(loader, batch_sampler=self._sampler)
-        else:
-            count = ((loader.prefetch_factor or 0) + 1) * loader.num_workers
-            if len(self.memory) != count:
-                self.memory = _shared(count)
-            self.reader = like(
-                loader,
-                dataset=_Groups(loader.dataset, loader.collate_fn, self.memory),
-                batch_sampler=None,
-                sampler=self._sampler,
-                collate_fn=_unchanged,
-                worker_init_fn=AsWorkerOfAll(0, 1, loader.worker_init_fn),
-            )
 
     def start(self, indices: Iterable[List[int]], horizon: ReadAhead) -> Iterator[RawBatch]:
         """Start a pass over batches.
@@ -150,14 +187,13 @@ class LoaderReader:
             indices: of the samples of each; a stream has none.
             horizon: how many batches may come at once, as a ``RowBlock``.
         """
-        if not self._groups:
+        if not self.memory:
             self._sampler.batches = indices
             return iter(self.reader)
-        tasks = self._tasks if self.reader.num_workers else self._next_ones
-        self._sampler.batches = tasks(iter(indices), horizon)
+        self._sampler.batches = self._tasks(iter(indices))
         return GroupedBatches(self, iter(self.reader), horizon)
 
-    def _tasks(self, rest: Iterator[List[int]], _: ReadAhead) -> Iterator[_Task]:
+    def _tasks(self, rest: Iterator[List[int]]) -> Iterator[_Task]:
         """Deal batches out, to each worker the next message in turn, as torch does with batches."""
         workers = self.reader.num_workers
         places = itertools.cycle(range(len(self.memory)))
@@ -167,12 +203,6 @@ class LoaderReader:
                 return
             for worker in range(min(workers, len(turn))):
                 yield next(places), turn[worker::workers]
-
-    def _next_ones(self, rest: Iterator[List[int]], horizon: ReadAhead) -> Iterator[_Task]:
-        """Read as many batches at once as are wanted, each after the samples of the one before."""
-        for first in rest:
-            more = min(self._count, horizon.batches) - 1
-            yield 0, itertools.chain([first], itertools.islice(rest, max(0, more)))
 
     def adapt(self, messages: Sequence[_Message]) -> None:
         """Choose how many batches are read at once, by the last ones."""
@@ -189,14 +219,6 @@ class _NamedBatches:
 
     def __iter__(self) -> Iterator[object]:
         return iter(self.batches)
-
-
-def _shared(count: int) -> List[Tensor]:
-    """Make memory for so many messages, which workers that are forked share."""
-    size = _BYTES // max(1, count)
-    storage = torch.UntypedStorage._new_shared(count * size)  # type: ignore[no-untyped-call]
-    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    return [*torch.split(whole, size)]
 
 
 class GroupedBatches(Iterator[RawBatch]):
@@ -221,8 +243,6 @@ class GroupedBatches(Iterator[RawBatch]):
         if not self._ready:
             self._receive()
         first, most = self._ready.popleft(), max(1, self._horizon.batches)
-        if isinstance(first, Exception):
-            raise first
         if isinstance(first, ExceptionWrapper):
             first.reraise()  # type: ignore[no-untyped-call]
         if batch_count(first) > most:
@@ -232,19 +252,18 @@ class GroupedBatches(Iterator[RawBatch]):
 
     def _receive(self) -> None:
         """Read the next message of each worker, and put their batches in order."""
-        messages = [*itertools.islice(self.iterator, self._reader.reader.num_workers or 1)]
+        messages = [*itertools.islice(self.iterator, self._reader.reader.num_workers)]
         if not messages:
             raise StopIteration
         self._reader.adapt(messages)
         rows = itertools.zip_longest(*[each.entries(self._reader.memory) for each in messages])
         entries = (entry for row in rows for entry in row if entry is not None)
-        for (form, is_here), run in itertools.groupby(entries, lambda e: (e[0], e[2] is _HERE)):
-            _, addresses, batches = zip(*run)
-            # A copy of large ones would take longer than to look at each.
-            if is_here or (form and 1 < len(batches) <= _JOINED // form.size):
-                self._ready.append(form.copied(addresses, self.iterator._pin_memory))
+        for form, run in itertools.groupby(entries, operator.itemgetter(0)):
+            values = [value for _, value in run]
+            if form is None:
+                self._ready += values
             else:
-                self._ready += batches
+                self._ready.append(form.copied(values, self.iterator._pin_memory))
 
 
 class _Form(NamedTuple):
@@ -253,13 +272,11 @@ class _Form(NamedTuple):
     Attributes:
         structure: of a batch.
         tensors: dtype and shape of each tensor.
-        begins: bytes before each of them.
         size: bytes of all of them.
     """
 
     structure: tree.Structure
     tensors: List[Tuple[torch.dtype, Sequence[int]]]
-    begins: List[int]
     size: int
 
     @staticmethod
@@ -269,29 +286,24 @@ class _Form(NamedTuple):
         if len(rows) != 1 or () in rows or not structure.is_builtin:
             return None
         tensors = [(leaf.dtype, leaf.shape) for leaf in leaves]
-        *begins, size = itertools.accumulate(map(_bytes, leaves), initial=0)
-        return _Form(structure, tensors, begins, size)
+        return _Form(structure, tensors, sum(map(_bytes, leaves)))
 
-    def copied(self, batches: Sequence[Sequence[int]], pin_memory: bool) -> RowBlock:
-        """Copy batches, whose tensors lie at these addresses, in this thread alone."""
-        leaves = []
-        for column, (dtype, (rows, *shape)) in enumerate(self.tensors):
-            size = (len(batches) * rows, *shape)
+    def copied(self, addresses: Sequence[int], pin_memory: bool) -> RowBlock:
+        """Copy batches that lie at these addresses, without other threads."""
+        leaves, begin = [], 0
+        for dtype, (rows, *shape) in self.tensors:
+            size = (len(addresses) * rows, *shape)
             whole = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pin_memory)
-            step, target = _bytes(whole) // len(batches), whole.data_ptr()
-            for number, addresses in enumerate(batches):
-                ctypes.memmove(target + number * step, addresses[column], step)
+            step, target = _bytes(whole) // len(addresses), whole.data_ptr()
+            for number, address in enumerate(addresses):
+                ctypes.memmove(target + number * step, address + begin, step)
+            begin += step
             leaves.append(whole)
         return RowBlock(leaves, self.structure, self.tensors[0][1][0])
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-# Form of a batch, addresses of its tensors, and the batch itself, if it is not in memory.
-_HERE = object()
-_Entry = Tuple[Optional[_Form], Sequence[int], RawBatch]
 
 
 class _Message(NamedTuple):
@@ -310,22 +322,19 @@ class _Message(NamedTuple):
     seconds: float
     most: int
 
-    def entries(self, memory: Sequence[Tensor]) -> Iterator[_Entry]:
-        """Yield the form, the addresses of the tensors, and the object of each batch."""
-        address = memory[self.place].data_ptr() if memory else 0
+    def entries(self, memory: Sequence[Tensor]) -> Iterator[Tuple[Optional[_Form], RawBatch]]:
+        """Yield the form and the address of each batch in memory; None and the batch of others."""
+        address = memory[self.place].data_ptr()
         for batch in self.batches:
             if isinstance(batch, _Form):
-                yield batch, [address + begin for begin in batch.begins], _HERE
+                yield batch, address
                 address += batch.size
             else:
-                # One alone is not looked at more closely.
-                leaves, structure = tree.flatten(batch if len(self.batches) > 1 else None)
-                form = _Form.of(leaves, structure)
-                yield form, [leaf.data_ptr() for leaf in leaves] if form else [], batch
+                yield None, batch
 
 
 # Place in memory, and indices of the samples of each batch.
-_Task = Tuple[int, Iterable[List[int]]]
+_Task = Tuple[int, List[List[int]]]
 
 
 @dataclasses.dataclass
@@ -335,14 +344,14 @@ class _Groups:
     Attributes:
         dataset: the user's.
         collate_fn: the user's.
-        memory: of workers, for each message that is on its way.
-        has_rows: whether rows of a table make batches; True until some do not.
+        memory: for each message that is on its way.
+        has_rows: whether rows of a table make batches; False as soon as some do not.
     """
 
     dataset: object
     collate_fn: Callable[[List[object]], RawBatch]
     memory: Sequence[Tensor]
-    has_rows: bool = True
+    has_rows: bool
 
     def __getitem__(self, task: _Task) -> _Message:
         """Make batches, of which each has the indices of its samples, as torch does."""
@@ -350,49 +359,43 @@ class _Groups:
         place, lists = task
         batches: List[RawBatch] = []
         failures: List[object] = []
+        fetcher = _Fetcher(self.dataset, True, self.collate_fn, False)
         try:
-            self._read(lists, batches)
-        except Exception as error:
-            failures = [error]
-            if self.memory:
-                # As torch's worker does.
-                where = f"in DataLoader worker process {_torchs_worker._worker_info.id}"
-                failures = [ExceptionWrapper(where=where)]  # type: ignore[no-untyped-call]
+            block = _columns(self.dataset, lists) if self.has_rows else None
+            self.has_rows = block is not None
+            batches += block.batches() if block else ()
+            for indices in () if block else lists:
+                batches.append(fetcher.fetch(indices))
+        except Exception:
+            # As torch's worker does.
+            where = f"in DataLoader worker process {_torchs_worker._worker_info.id}"
+            failures.append(ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
         seconds = (time.perf_counter() - start) / max(1, len(batches))
-        most = _MOST
-        if self.memory:
-            batches, most = _packed(batches, self.memory[place])
+        batches, most = _packed(batches, self.memory[place])
         return _Message(place, batches + failures, seconds, most)
 
-    def _read(self, lists: Iterable[List[int]], batches: List[RawBatch]) -> None:
-        """Read the batches of these indices, up to an error."""
-        if self.has_rows and self.collate_fn is default_collate and _has_tensors(self.dataset):
-            lists = [*lists]
-            batches += _columns(self.dataset, lists)
-            self.has_rows = bool(batches)
-            if batches:
-                return
-        fetcher = _Fetcher(self.dataset, True, self.collate_fn, False)
-        for indices in lists:
-            batches.append(fetcher.fetch(indices))
 
-
-def _has_tensors(dataset: Any) -> bool:
-    """True of a ``datasets.Dataset`` whose rows are tensors, or a subset of one."""
+def _has_rows(loader: Any) -> bool:
+    """True if batches are rows of a ``datasets.Dataset`` of tensors, or of a subset of one."""
+    dataset = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return is_datasets_table(dataset) and dataset.format["type"] == "torch"
+    is_plain_table = is_datasets_table(dataset) and dataset.format["type"] == "torch"
+    return is_plain_table and loader.collate_fn is default_collate
 
 
-def _columns(dataset: Any, lists: Sequence[List[int]]) -> List[RawBatch]:
-    """Rows of such a dataset for several batches; none where each may be of another kind."""
+def _columns(dataset: Any, lists: Sequence[List[int]]) -> Optional[RowBlock]:
+    """Rows of such a dataset for several batches; None where each may be of another kind."""
+    sizes = [*map(len, lists)]
+    if max(sizes) != sizes[0] or len(set(sizes[:-1])) > 1:
+        return None
     rows = [*itertools.chain.from_iterable(lists)]
     while type(dataset) is Subset:
         rows, dataset = [dataset.indices[row] for row in rows], dataset.dataset
     try:
         columns = dataset[rows]
     except Exception:
-        return []  # which batch, and which row, is found out when each is read
+        return None  # which batch, and which row, is found out when each is read
     for name, column in columns.items():
         feature = dataset.features[name]
         while hasattr(feature, "feature"):
@@ -400,9 +403,9 @@ def _columns(dataset: Any, lists: Sequence[List[int]]) -> List[RawBatch]:
         is_tensor = isinstance(column, Tensor)
         # Where a number is missing, whole numbers are not whole ones any more.
         if not is_tensor or (column.is_floating_point() and "float" not in feature.dtype):
-            return []
-    parts = zip(*[torch.split(column, [*map(len, lists)]) for column in columns.values()])
-    return [dict(zip(columns, part)) for part in parts]
+            return None
+    leaves, structure = tree.flatten(columns)
+    return RowBlock(leaves, structure, sizes[0])
 
 
 def _packed(batches: Sequence[RawBatch], memory: Tensor) -> Tuple[List[RawBatch], int]:

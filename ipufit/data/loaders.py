@@ -184,12 +184,11 @@ def like(loader: DataLoader[object], **changes: object) -> DataLoader[object]:
     return other
 
 
-def reads_together(loader: object) -> bool:
-    """True if nobody can tell by the batches whether several are read at once."""
-    if type(loader) is not DataLoader or loader.batch_sampler is None or loader.timeout:
+def sends_groups(loader: object) -> bool:
+    """True if nobody can tell by the batches whether workers send them one by one or together."""
+    if type(loader) is not DataLoader or not loader.num_workers or loader.batch_sampler is None:
         return False
-    is_left = not loader.num_workers and (loader.pin_memory or may_reuse_memory(loader))
-    if is_left or isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) or loader.timeout:
         return False
     # Older versions of torch have no other order.
     return getattr(loader, "in_order", True) and has_torchs_samplers(loader)

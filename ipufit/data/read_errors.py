@@ -61,7 +61,7 @@ def ends_in_a_sample(error: StopIteration, loader: object) -> bool:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    return any(_is_fetch(frame) or frame.f_code is _RERAISE for frame in frames_of(error))
+    return any(frame.f_code in _ENDS for frame in frames_of(error))
 
 
 def is_dead_worker(error: Optional[BaseException]) -> bool:
@@ -82,8 +82,8 @@ _FETCHES = (
     _utils.fetch._MapDatasetFetcher.fetch.__code__,
     _utils.fetch._IterableDatasetFetcher.fetch.__code__,
 )
-# Where torch raises a worker's error again.
-_RERAISE = ExceptionWrapper.reraise.__code__
+# The last one is where torch raises a worker's error again.
+_ENDS = (*_FETCHES, ExceptionWrapper.reraise.__code__)
 _PADS = (
     "Pass a collate_fn that pads the samples of a batch to one size, such as the pad of an "
     "ipufit.data.LengthBuckets(...) over the dataset."
@@ -100,7 +100,7 @@ def _what(
     if _is_from_worker(error):
         index = _sought(error, loader.dataset, _indices(loader, batch, replay), replay)
     else:
-        fetch = next((f for f in frames_of(error) if _is_fetch(f)), None)
+        fetch = next((f for f in frames_of(error) if f.f_code in _FETCHES), None)
         if fetch is not None and _has_been_read(fetch.f_locals):
             # As torch's default_collate says it.
             return "collate_fn failed", _PADS if "equal size" in str(error) else plain[1]
@@ -130,10 +130,6 @@ def frames_of(error: BaseException) -> Iterator[FrameType]:
     while traceback is not None:
         yield traceback.tb_frame
         traceback = traceback.tb_next
-
-
-def _is_fetch(frame: FrameType) -> bool:
-    return frame.f_code in _FETCHES
 
 
 def _has_been_read(local: Any) -> bool:

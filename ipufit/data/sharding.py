@@ -14,7 +14,6 @@ from types import CodeType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -182,21 +181,18 @@ class RankShard:
             order = rows.order()
         size = rows.batch_size
         samples = rows.samples if most is None else min(rows.samples, most * size)
-        self.total = -(-samples // size)
-        sizes = [size] * (samples // size) + ([samples % size] if samples % size else [])
+        sizes = [min(size, samples - begin) for begin in range(0, samples, size)]
+        self.total = len(sizes)
         self.ledger.note(sizes, b"" if order is None else order.numpy().tobytes())
         if samples:
             first = dataclasses.replace(rows, samples=min(samples, size), order=lambda: order)
             self.example = lambda: next(iter(first))
-        indices = self._own_rows(order, samples, size)
-        return dataclasses.replace(rows, samples=len(indices), order=lambda: indices)
-
-    def _own_rows(self, order: Optional[Tensor], samples: int, size: int) -> Tensor:
         whole = torch.arange(samples, device="cpu") if order is None else order[:samples]
-        batches = self.begin + torch.arange(samples, device="cpu") // size
+        numbers = self.begin + torch.arange(samples, device="cpu") // size
         # As Plan.owner has it.
-        owners = batches % self.plan.all_replicas // self.plan.replicas
-        return whole[owners == self.plan.process]
+        owners = numbers % self.plan.all_replicas // self.plan.replicas
+        indices = whole[owners == self.plan.process]
+        return dataclasses.replace(rows, samples=len(indices), order=lambda: indices)
 
 
 def layout_of(plan: Plan, sizes: Sequence[int]) -> List[List[int]]:

@@ -23,11 +23,12 @@ from ipufit.data.in_memory import (
     rows_in_memory,
 )
 from ipufit.data.loader_reader import (
-    GroupedBatches,
     LoaderReader,
     as_worker,
     forget_workers,
     has_workers,
+    read_here,
+    reads_here,
 )
 from ipufit.data.loaders import (
     FirstBatches,
@@ -39,9 +40,9 @@ from ipufit.data.loaders import (
     may_reuse_memory,
     place_of,
     reads_as_torch,
-    reads_together,
     row_count,
     sample_makers,
+    sends_groups,
     starting_workers,
     stream_length,
     without_shuffling,
@@ -353,9 +354,8 @@ class DataAdapter:
                     iterator = self._batches(loader, rows, horizon, portion)
                 else:
                     iterator = rows.picked(horizon, self.most)
-                self._being_read = iterator
-                if isinstance(iterator, GroupedBatches):
-                    self._being_read = iterator.iterator
+                # The one that has workers.
+                self._being_read = getattr(iterator, "iterator", iterator)
             while portion is not None or self.most is None or index < self.most:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
@@ -415,10 +415,12 @@ class DataAdapter:
             return portion.picked(*whole, self.most, draws_once=True, are_indices=False)
         if portion is not None:
             indices = portion.indices(loader, self.most, self.reads_alone)
-        elif reads_together(loader):
+        elif sends_groups(loader) or reads_here(loader):
             indices = itertools.islice(loader.batch_sampler, self.most)
         elif self._worker is None or not loader.num_workers:
             return iter(loader)
+        if reads_here(loader):
+            return read_here(loader, indices, horizon)
         self._reader = LoaderReader.of(loader, self._worker, self._reader)
         return self._reader.start(indices, horizon)
 

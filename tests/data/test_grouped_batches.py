@@ -177,7 +177,7 @@ def test_rows_of_a_table_are_those_of_torch(name, workers):
 
 
 def test_rows_of_a_table_are_taken_together(monkeypatch):
-    """Once for the batches that an execution wants, after the first one."""
+    """Once for the batches that an execution wants."""
     table, taken = table_of("numbers", "rows"), []
     take = type(table).__getitem__
 
@@ -188,7 +188,7 @@ def test_rows_of_a_table_are_taken_together(monkeypatch):
     monkeypatch.setattr(type(table), "__getitem__", taking)
     source = DataAdapter(DataLoader(table, 4), "data")
     list(batches_of(source, DataStream(0, "data", 0)))
-    assert taken == [4, 20, 20, 20, 19]
+    assert taken == [20, 20, 20, 20, 3]
 
 
 def test_workers_that_stay_go_on_with_their_numbers():
@@ -320,21 +320,21 @@ class OwnSampler(Sampler):
         {"sampler": OwnSampler()},
         {"batch_sampler": [[0, 1], [2]], "batch_size": 1},
         {"batch_size": None},
-        {"num_workers": 0, "pin_memory": True},
+        {"num_workers": 0},
     ],
-    ids=["timeout", "sampler", "batches", "no batches", "pinned"],
+    ids=["timeout", "sampler", "batches", "no batches", "no workers"],
 )
 def test_what_somebody_could_tell_is_left_to_torch(options):
     options = {"num_workers": 1, "batch_size": 4, **options}
-    assert not loader_reader.reads_together(DataLoader(Noisy(), **options))
+    assert not loader_reader.sends_groups(DataLoader(Noisy(), **options))
 
 
 def test_a_class_of_the_users_is_left_to_torch():
     class Own(DataLoader):
         pass
 
-    assert not loader_reader.reads_together(Own(Noisy(), 4, num_workers=1))
-    assert loader_reader.reads_together(DataLoader(Noisy(), 4, num_workers=1))
+    assert not loader_reader.sends_groups(Own(Noisy(), 4, num_workers=1))
+    assert loader_reader.sends_groups(DataLoader(Noisy(), 4, num_workers=1))
 
 
 class Breaks(Noisy):
