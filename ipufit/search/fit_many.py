@@ -12,7 +12,7 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 from torch.utils.data import Dataset, TensorDataset
 
 from ipufit.callbacks import LambdaCallback
-from ipufit.callbacks.history import History, best_place, direction_of
+from ipufit.callbacks.history import History, best_place
 from ipufit.core import Direction, Verbose
 from ipufit.data.adapters import DataArguments, comes_in_samples
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError, PlanError, brief_error
@@ -33,7 +33,7 @@ _UPDATES, _ELEMENTS = 100, 2**22
 Setting = Dict[str, tree.Tree]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class FitResult:
     """A setting of :func:`ipufit.fit_many`, and what came of it.
 
@@ -71,20 +71,14 @@ class FitResults(List[FitResult]):
             mode: "min", "max", or "auto": as for :meth:`ipufit.History.best_epoch`.
 
         Raises:
-            ConfigurationError: no model has such a value that is a number, or "auto" does not know
-                which way is better.
+            ConfigurationError: no model has such a value that is a number, or "auto" can't tell
+                which direction is better.
         """
-        directions = self[0].model.history.params.get("directions")
-        direction = direction_of(monitor, directions) if mode == "auto" else mode
-        values = [result.values.get(monitor, math.nan) for result in self]
-        place = best_place(values, direction) if direction else None
-        if place is None:
-            names = sorted({name for result in self for name in result.values})
-            raise ConfigurationError(
-                f"best needs a value that says which model is better, but got {monitor!r}. Pass "
-                f"one of {', '.join(names)}, with mode='min' or 'max' where its name does not say."
-            )
-        return self[place]
+        history = History(self[0].model.history.params)
+        history.epoch = [*range(len(self))]
+        for name in sorted({name for result in self for name in result.values}):
+            history.history[name] = [result.values.get(name, math.nan) for result in self]
+        return self[history.best_epoch(monitor, mode)]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
@@ -151,33 +145,9 @@ def fit_many(
     results = FitResults(_results(build, grid, seed))
     if set(options).difference(inspect.signature(Model.fit).parameters):
         results[0].model.fit(x, y, **options)  # says what was meant
-    if device_iterations is None:
-        elements = sum(
-            math.prod(leaf.shape[1:]) if hasattr(leaf, "shape") else _ELEMENTS
-            for leaf in tree.flatten((x, y))[0]
-        )
-        updates = _ELEMENTS // (max(1, elements) * (batch_size or 32) * len(results))
-        device_iterations = max(1, min(_UPDATES, updates))
     options.update(x=x, y=y, device_iterations=device_iterations)
     level = resolve_verbose(verbose)
-
-    kinds: Dict[object, List[FitResult]] = {}
-    alone: List[Tuple[FitResult, str]] = []
-    for result in results:
-        try:
-            _check_data(options)
-            kinds.setdefault(kind_of(result.model), []).append(result)
-        except UnstackableError as error:
-            alone.append((result, str(error)))
-    for alike in kinds.values():
-        reason = "no other model has the same structure"
-        try:
-            if len(alike) > 1:
-                _fit_as_one(alike, options, bool(level))
-                continue
-        except UnstackableError as error:
-            reason = str(error)
-        alone += [(result, reason) for result in alike]
+    alone = fit_alike(results, options, bool(level))
     for reason in dict.fromkeys(reason for _, reason in alone):
         places = [str(results.index(result)) for result, why in alone if why == reason]
         warn_user(
@@ -192,6 +162,48 @@ def fit_many(
         if level:
             say(str(result))
     return results
+
+
+def fit_alike(
+    results: Sequence[FitResult], options: Setting, shows: bool
+) -> List[Tuple[FitResult, str]]:
+    """Train models, those of one structure as one; return those that can't, each with a reason.
+
+    Args:
+        results: with models that are not trained yet.
+        options: of ``fit``; updates of an execution are filled in where there are none.
+        shows: whether a line is printed after each epoch.
+    """
+    if options.get("device_iterations") is None:
+        elements = sum(
+            math.prod(leaf.shape[1:]) if hasattr(leaf, "shape") else _ELEMENTS
+            for leaf in tree.flatten((options["x"], options["y"]))[0]
+        )
+        samples = (options.get("batch_size") or 32) * len(results)
+        updates = _ELEMENTS // (max(1, elements) * samples)
+        options["device_iterations"] = max(1, min(_UPDATES, updates))
+    x, weights = options["x"], ("sample_weight", "class_weight")
+    kinds: Dict[object, List[FitResult]] = {}
+    alone: List[Tuple[FitResult, str]] = []
+    for result in results:
+        try:
+            if isinstance(x, Dataset) and type(x) is not TensorDataset:
+                raise UnstackableError(f"a {type(x).__name__} makes its samples one by one")
+            if any(options.get(name) is not None for name in weights):
+                raise UnstackableError("samples have weights")
+            kinds.setdefault(kind_of(result.model), []).append(result)
+        except UnstackableError as error:
+            alone.append((result, str(error)))
+    for alike in kinds.values():
+        reason = "no other model has the same structure"
+        try:
+            if len(alike) > 1:
+                _fit_as_one(alike, options, shows)
+                continue
+        except UnstackableError as error:
+            reason = str(error)
+        alone += [(result, reason) for result in alike]
+    return alone
 
 
 def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> List[FitResult]:
@@ -225,19 +237,6 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
     return results
 
 
-def _check_data(options: Setting) -> None:
-    """Refuse data that can't be read in an order for each of several models.
-
-    Raises:
-        UnstackableError: saying why.
-    """
-    if isinstance(options["x"], Dataset) and type(options["x"]) is not TensorDataset:
-        raise UnstackableError(f"a {type(options['x']).__name__} makes its samples one by one")
-    for name in ("sample_weight", "class_weight"):
-        if options.get(name) is not None:
-            raise UnstackableError(f"{name} is not stacked")
-
-
 def _fit_as_one(results: Sequence[FitResult], options: Setting, shows: bool) -> None:
     """Train models as one.
 
@@ -245,10 +244,9 @@ def _fit_as_one(results: Sequence[FitResult], options: Setting, shows: bool) -> 
         UnstackableError: they can't; nothing has changed.
     """
     options = dict(options)
-    names = ("x", "y", "batch_size", "shuffle")
-    x, y, batch_size, shuffle = (options.pop(name, None) for name in names)
-    data = DataArguments("training data", x, y, None, None, batch_size, shuffle)
-    stacked = StackedModels([result.model for result in results], shuffle is not False)
+    names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+    data = DataArguments("training data", *(options.pop(name, None) for name in names))
+    stacked = StackedModels([result.model for result in results], data.shuffle is not False)
     session = stacked.model._compiled("fit_many")
 
     def end_epoch(epoch: int, logs: Mapping[str, float]) -> None:

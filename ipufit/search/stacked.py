@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import threading
 import types
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.utils import tree
 from ipufit.utils.random_streams import GENERATORS, LOCK
-from ipufit.utils.state import eval_mode, replaced, train_mode
+from ipufit.utils.state import device_of, eval_mode, replaced, train_mode
 
 __all__ = ["StackedModels", "UnstackableError", "kind_of", "of_row"]
 
@@ -92,6 +92,10 @@ def _copy(tensor: Tensor) -> Tensor:
 def _turned(rows: Tensor) -> Tensor:
     """Transpose matrices: so come their gradients."""
     return rows.transpose(1, 2) if rows.dim() == 3 else rows
+
+
+def _models_first(leaf: Tensor) -> Tensor:
+    return leaf.transpose(0, 1).contiguous()
 
 
 def _dropouts(module: nn.Module) -> List[nn.Dropout]:
@@ -175,8 +179,7 @@ class StackedNet(nn.Module):
         dim = None
         if self.dim is not None:
             # Products of matrices are faster on what lies together.
-            first = functools.partial(torch.transpose, dim0=0, dim1=1)
-            args, kwargs = tree.map_leaves(lambda leaf: first(leaf).contiguous(), (args, kwargs))
+            args, kwargs = tree.map_leaves(_models_first, (args, kwargs))
             dim = 0
         self._latest.parts = rows = self.rows()
 
@@ -184,9 +187,10 @@ class StackedNet(nn.Module):
             self._latest.level = _functorch.maybe_get_level(next(iter(tensors.values())))
             return functional_call(template, tensors, args, kwargs)
 
+        attention = "scaled_dot_product_attention"
         in_place = [
-            (functional, "dropout", self._drop),
-            (functional, "scaled_dot_product_attention", _attend),
+            (functional, "dropout", _in_this_thread(self._drop, functional.dropout)),
+            (functional, attention, _in_this_thread(_attend, getattr(functional, attention))),
             *((part, "p", rates) for part, rates in zip(_dropouts(template), self._rates)),
         ]
         with LOCK, (train_mode if self.training else eval_mode)(template), replaced(*in_place):
@@ -199,10 +203,8 @@ class StackedNet(nn.Module):
         rates = p.by_row if isinstance(p, _Rates) else [float(p)] * len(self.weights[0])
         if not training or not any(rates):
             return input
-        if not _CAN_DRAW or input.device.type != "cpu":
-            raise UnstackableError(
-                "dropout of several models runs on a CPU, with torch 2.2 or newer"
-            )
+        if not _CAN_DRAW:
+            raise UnstackableError("dropout of several models needs a newer torch")
         strides = input.stride()
         if sorted(strides, reverse=True) != [*strides]:
             raise UnstackableError("masks of a dropout would be in another order in memory")
@@ -210,6 +212,16 @@ class StackedNet(nn.Module):
         masks = torch.ops.ipufit.dropout_masks.default(like, rates)
         mask = _functorch._add_batch_dim(masks, 0, self._latest.level)
         return input.mul_(mask) if inplace else input * mask
+
+
+def _in_this_thread(
+    stand_in: Callable[..., Tensor], original: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Make a function that stands in for another one, but not for what other threads do."""
+    thread = threading.get_ident()
+    return lambda *args, **kwargs: (stand_in if threading.get_ident() == thread else original)(
+        *args, **kwargs
+    )
 
 
 def _attend(*args: object, **kwargs: object) -> Tensor:
@@ -345,8 +357,9 @@ def kind_of(model: Model) -> Tuple[object, ...]:
     """
     session, module = model._compiled("fit_many"), model.module
     config, loss, optimizer = session.config, session.loss, session.optimizer
-    if session.engine.name != "embedded" or session.processes.is_distributed:
-        raise UnstackableError("only the embedded engine trains several models, in one process")
+    on_cpu = session.engine.name == "embedded" and device_of(module).type == "cpu"
+    if not on_cpu or session.processes.is_distributed:
+        raise UnstackableError("several models train as one on a CPU, in one process")
     free = ("gradient_reduction", "accumulation_dtype", "precision", "max_recordings", "jit")
     plain = dataclasses.replace(TrainConfig(), **{name: getattr(config, name) for name in free})
     if config != plain or config.jit not in (AUTO, GRAPH, KERNELS):

@@ -12,6 +12,7 @@ except ImportError as error:
         "ipufit[sklearn]"
     ) from error
 
+from ipufit.sklearn.base import GridSearchCV
 from ipufit.sklearn.estimators import IpufitClassifier, IpufitRegressor
 
-__all__ = ["IpufitClassifier", "IpufitRegressor"]
+__all__ = ["GridSearchCV", "IpufitClassifier", "IpufitRegressor"]

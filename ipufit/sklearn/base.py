@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import hashlib
 import inspect
+from contextvars import ContextVar
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -22,10 +25,11 @@ from typing import (
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
+from sklearn import model_selection
+from sklearn.base import BaseEstimator, clone, is_classifier
 from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
+from sklearn.utils.metaestimators import _safe_split
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
@@ -38,6 +42,7 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
 from ipufit.losses.resolve import resolve_loss
 from ipufit.optim.resolve import class_by_name, settings_by_name
+from ipufit.search.fit_many import FitResult, fit_alike
 from ipufit.training.model import Model
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.random_streams import isolated, seed_generators
@@ -140,6 +145,89 @@ def _check_options(group: str, options: Mapping[str, object], call: Callable[...
                 "parameters, or the arguments of its fit."
             )
     faults.raise_all()
+
+
+class _SearchFits:
+    """The fits of a search: planned, trained at the same time, and then taken one by one."""
+
+    def __init__(self) -> None:
+        self._planned: List[Tuple[str, FitResult, Dict[str, Any]]] = []
+        self._trained: Dict[str, Model] = {}
+        self.is_planning = False
+
+    def take(self, estimator: Estimator, options: Dict[str, Any]) -> Optional[Model]:
+        """Return the model of a fit, which is only planned as yet; None where it must train.
+
+        Args:
+            estimator: whose fit it is.
+            options: arguments of ``Model.fit``.
+        """
+        data = hashlib.blake2b(b"".join(options[name].tobytes() for name in ("x", "y")))
+        settings = sorted(estimator.get_params().items())
+        key = f"{type(estimator)} {settings} {estimator._seed} {data.hexdigest()}"
+        if not self.is_planning:
+            return self._trained.pop(key, None)
+        model = estimator.model_
+        self._planned.append((key, FitResult({}, model, estimator._seed), options))
+        return model
+
+    def train(self) -> None:
+        """Train what is planned, as far as it can run as one; the rest is left to its own fit."""
+        planned, self._planned = self._planned, []
+        if not planned or any(options["callbacks"] for _, _, options in planned):
+            return
+        results = [result for _, result, _ in planned]
+        alone = {id(result) for result, _ in fit_alike(results, dict(planned[0][2]), False)}
+        for key, result, _ in planned:
+            if id(result) not in alone and result.error is None:
+                self._trained[key] = result.model
+
+
+_SEARCH: ContextVar[Optional[_SearchFits]] = ContextVar("search", default=None)
+
+
+class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
+    """scikit-learn's grid search, of which the fits of a split run as one where that is possible.
+
+    Scores, and all else, are those of scikit-learn's own, up to the order of summation. The
+    estimator is one of ipufit's, or a pipeline that ends with one, with an integer as its
+    ``random_state``, without callbacks and weights; ``n_jobs`` is None or 1. Others are fitted one
+    after another, as by scikit-learn. See :func:`ipufit.fit_many` for what can run as one.
+
+    Args:
+        estimator: one of ipufit's, or what ends with one.
+        param_grid: values to try, by parameter; or a list of such dicts.
+        scoring, n_jobs, refit, cv, verbose, pre_dispatch: as for scikit-learn's.
+        error_score, return_train_score: as for scikit-learn's.
+    """
+
+    def fit(self, X: object, y: object = None, **params: object) -> GridSearchCV:
+        """Try all settings, and fit the best one on all data.
+
+        Args:
+            X, y, params: as for scikit-learn's.
+        """
+        fits = _SearchFits()
+        token = _SEARCH.set(fits)
+        try:
+            # Of an iterator the search itself gets the splits, in its own order.
+            if self.n_jobs in (None, 1) and not params and not hasattr(self.cv, "__next__"):
+                cv = model_selection.check_cv(self.cv, y, classifier=is_classifier(self.estimator))
+                for train, _ in cv.split(X, y):
+                    self._plan(fits, *_safe_split(self.estimator, X, y, train))
+                    fits.train()
+            super().fit(X, y, **params)
+        finally:
+            _SEARCH.reset(token)
+        return self
+
+    def _plan(self, fits: _SearchFits, x: object, y: object) -> None:
+        fits.is_planning = True
+        for settings in model_selection.ParameterGrid(self.param_grid):
+            # What is wrong with one shows when it is fitted itself.
+            with contextlib.suppress(Exception):
+                clone(self.estimator).set_params(**clone(settings, safe=False)).fit(x, y)
+        fits.is_planning = False
 
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -327,7 +415,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         validation = None
         if self.validation_fraction:
             parts = [x, y] if weight is None else [x, y, weight]
-            cut: List[Array] = train_test_split(
+            cut: List[Array] = model_selection.train_test_split(
                 *parts,
                 test_size=self.validation_fraction,
                 random_state=self._seed,
@@ -340,9 +428,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         model = self.model_
         before = model.history
         try:
-            model.fit(
-                x,
-                y,
+            options.update(
+                x=x,
+                y=y,
                 sample_weight=weight,
                 batch_size=self.batch_size,
                 epochs=range(self.n_iter_, self.n_iter_ + epochs),
@@ -351,10 +439,14 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 gradient_accumulation=self.gradient_accumulation,
                 callbacks=() if self.callbacks_ is None else self.callbacks_,
                 validation_data=dataclasses.replace(how, data=validation),
-                seed=self._seed,
-                verbose=self.verbose,
-                **options,
             )
+            search = _SEARCH.get()
+            trained = None if search is None else search.take(self, options)
+            if trained is None:
+                model.fit(seed=self._seed, verbose=self.verbose, **options)
+            else:
+                model = self._model = trained
+                self.module_ = model.module
         finally:
             if model.history is not before:
                 self.history_ = model.history

@@ -1,0 +1,107 @@
+"""The grid search of ipufit has the results of scikit-learn's, with fits that run as one."""
+
+import numpy as np
+import pytest
+from sklearn import model_selection
+from sklearn.datasets import load_iris
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+import ipufit
+from ipufit.search import fit_many
+from ipufit.sklearn import GridSearchCV, IpufitClassifier, IpufitRegressor
+
+
+def net(n_features, n_outputs, hidden=4, dropout=0.0):
+    """A net with a hidden layer."""
+    layers = nn.Linear(n_features, hidden), nn.ReLU(), nn.Dropout(dropout)
+    return nn.Sequential(*layers, nn.Linear(hidden, n_outputs))
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """How many fits each program had."""
+    counts = []
+    fit_as_one = fit_many._fit_as_one
+
+    def counted(results, *rest):
+        fit_as_one(results, *rest)
+        counts.append(len(results))
+
+    monkeypatch.setattr(fit_many, "_fit_as_one", counted)
+    return counts
+
+
+def assert_same(search, others):
+    """Same scores, choice and predictions."""
+    for name, values in others.cv_results_.items():
+        if name.endswith("_score"):
+            np.testing.assert_allclose(search.cv_results_[name], values, atol=1e-10, err_msg=name)
+    assert search.best_params_ == others.best_params_
+
+
+def test_a_classifier_in_a_pipeline(groups):
+    """Rates and dropout run as one; the other width makes another program for each split."""
+    x, y = load_iris(return_X_y=True)
+    estimator = IpufitClassifier(net, random_state=0, epochs=3, dtype="float64")
+    pipeline = make_pipeline(StandardScaler(), estimator)
+    grid = {
+        "ipufitclassifier__module__hidden": [4, 6],
+        "ipufitclassifier__module__dropout": [0.0, 0.3],
+        "ipufitclassifier__optimizer__lr": [0.01, 0.05],
+    }
+    scoring = "neg_log_loss"
+    search = GridSearchCV(pipeline, grid, cv=2, scoring=scoring).fit(x, y)
+    assert groups == [4, 4, 4, 4]
+    others = model_selection.GridSearchCV(pipeline, grid, cv=2, scoring=scoring).fit(x, y)
+    assert_same(search, others)
+    np.testing.assert_allclose(search.predict_proba(x), others.predict_proba(x), atol=1e-10)
+
+
+def test_a_regressor_whose_fits_are_looked_at(groups):
+    """A search keeps what its own fits leave: history and count of epochs."""
+    x, y = load_iris(return_X_y=True)
+    seen = []
+
+    def score(estimator, x, y):
+        seen.append((estimator.n_iter_, len(estimator.history_.epoch)))
+        return estimator.score(x, y)
+
+    estimator = IpufitRegressor(net, random_state=1, epochs=2, validation_fraction=0.2)
+    grid = {"optimizer__lr": [0.01, 0.05]}
+    search = GridSearchCV(estimator, grid, cv=2, scoring=score, refit=False).fit(x, y)
+    assert groups == [2, 2]
+    assert seen == [(2, 2)] * 4
+    assert "best_estimator_" not in vars(search)
+
+
+LEFT_ALONE = {
+    "callbacks": ({"callbacks": ipufit.callbacks.EarlyStopping("loss")}, {}),
+    "class weights": ({"class_weight": "balanced"}, {}),
+    "splits of an iterator": ({}, {"cv": iter([(np.arange(100), np.arange(100, 150))])}),
+    "a seed of each fit": ({"random_state": None}, {}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_other_fits_run_one_after_another(name):
+    """A search has all scores also where nothing can run as one."""
+    x, y = load_iris(return_X_y=True)
+    options, of_search = LEFT_ALONE[name]
+    estimator = IpufitClassifier(net, **{"random_state": 0, "epochs": 1, **options})
+    search = GridSearchCV(estimator, {"optimizer__lr": [0.01, 0.05]}, **{"cv": 2, **of_search})
+    search.fit(x[::-1], y[::-1])
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.FitFailedWarning", "ignore:One or more")
+def test_an_error_of_a_setting_is_that_of_its_fit():
+    """As in scikit-learn, it fails alone, or is raised."""
+    x, y = load_iris(return_X_y=True)
+    estimator = IpufitClassifier(net, random_state=0, epochs=1)
+    grid = {"optimizer__lr": [0.01, 0.02, -1.0]}
+    search = GridSearchCV(estimator, grid, cv=2).fit(x, y)
+    assert np.isnan(search.cv_results_["mean_test_score"]).tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        GridSearchCV(estimator, grid, cv=2, error_score="raise").fit(x, y)
