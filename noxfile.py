@@ -217,7 +217,7 @@ def newest(session: nox.Session) -> None:
 def torches(session: nox.Session) -> None:
     """Run what depends on torch, and all compiled updates, with these versions: `-- 2.14.1`."""
     if not session.posargs:
-        session.error("name versions of torch: nox -s torches -- 2.9.1 2.14.1")
+        session.error("name versions of torch: nox -s torches -- 2.6.0 2.14.1")
     for version in session.posargs:
         session.install("-e", TESTED, f"torch=={version}", *group("test"))
         session.run("python", "-m", "pytest", *PARALLEL, *OLDEST_TESTS)

@@ -33,7 +33,7 @@ def missing() -> Optional[str]:
     if loader() is None or importlib.util.find_spec("torch._inductor") is None:
         return (
             f"a torch that compiles programs into libraries, which torch {torch.__version__} "
-            "can't. Install torch 2.13 or newer, or pass jit='graph'."
+            "can't. Install torch 2.6 or newer, or pass jit='graph'."
         )
     if shutil.which(_compiler()) is None:
         return (

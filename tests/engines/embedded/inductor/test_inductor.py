@@ -454,7 +454,7 @@ def test_losses_looked_at_late_are_not_compiled(described):
         (
             {"loader": lambda: None},
             f"a torch that compiles programs into libraries, which torch {torch.__version__} "
-            "can't. Install torch 2.13 or newer, or pass jit='graph'.",
+            "can't. Install torch 2.6 or newer, or pass jit='graph'.",
         ),
         (
             {"loader": lambda: object, "_compiler": lambda: "no-such-compiler"},
