@@ -103,7 +103,6 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
     ]
     in_slots = {slot.place for slot in slots}
     rest = tuple(i for i in range(state) if i not in in_slots)
-    written = Memories(graph.graph).changed
     sizes = [example.size] * plan.micro_batches_per_update
     factors, share = GradientReduction(live.spec).shares(sizes)
     dtype = config.accumulation_dtype
@@ -113,7 +112,7 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         slots=tuple(slots),
         blocks=tuple(BlockSpec(*each) for each in updater.rules()),
         rest=len(rest),
-        written=tuple(i for i, place in enumerate(rest) if place in written),
+        written=tuple(i for i, place in enumerate(rest) if place in memories.changed),
         constants=len(constants),
         leaves=len(leaves),
         outputs=outputs,
@@ -145,12 +144,8 @@ def _refuse_config(live: TrainingState) -> None:
 
 def _refuse_operators(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
-        comes_with_torch = getattr(node.target, "namespace", None) in _LIBRARIES
-        if (
-            node.op == "call_function"
-            and not comes_with_torch
-            and node.target is not operator.getitem
-        ):
+        is_operator = node.op == "call_function" and node.target is not operator.getitem
+        if is_operator and getattr(node.target, "namespace", None) not in _LIBRARIES:
             raise UncompilableError(f"it calls {node.target}, which another process does not know")
         for value in tree.tensors(node.meta.get("val")):
             if value.device.type != "cpu":

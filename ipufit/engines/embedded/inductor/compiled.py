@@ -52,21 +52,21 @@ class Compilation:
     Args:
         request: what to compile.
         store: takes the library.
+
+    Attributes:
+        seconds: that it took, once there is a result.
     """
 
     def __init__(self, request: Request, store: LibraryStore) -> None:
         self._store = store
         self._parts = request.parts()
         self._start = time.perf_counter()
-        self._opened = contextlib.ExitStack()
-        self._place = self._opened.enter_context(store.workplace())
-        try:
+        self.seconds = 0.0
+        with contextlib.ExitStack() as opened:
+            self._place = opened.enter_context(store.workplace())
             (self._place / worker.REQUEST).write_text(request.to_json())
-            self._process = self._opened.enter_context(_started(self._place, store.scratch()))
-        except BaseException:
-            self._opened.close()
-            raise
-        self.close = weakref.finalize(self, _close, self._opened, os.getpid())
+            self._process = opened.enter_context(_started(self._place, store.scratch()))
+            self.close = weakref.finalize(self, _close, opened.pop_all(), os.getpid())
 
     def is_done(self) -> bool:
         """Tell whether :meth:`result` need not wait."""
@@ -83,7 +83,8 @@ class Compilation:
             library = self._place / LIBRARY
             if code != 0 or not library.exists():
                 raise CompilerError(_said(self._place) or f"it ended with exit code {code}")
-            return self._store.keep(library, self._parts, time.perf_counter() - self._start)
+            self.seconds = time.perf_counter() - self._start
+            return self._store.keep(library, self._parts, self.seconds)
         finally:
             self.close()
 
@@ -174,7 +175,6 @@ class CompiledUpdates(WholeUpdates):
         self._running: Optional[Compilation] = None
         self._miss = ""
         self._compiles = True
-        self._start = 0.0
         self._run: Optional[Runner] = None
         # The tensors that are the same in every update, the storage they belong to, and how that is
         # divided in what is compiled.
@@ -238,7 +238,6 @@ class CompiledUpdates(WholeUpdates):
         if not self._compiles:
             return
         self._miss = self._store.why_missing(parts)
-        self._start = time.perf_counter()
         self._running = Compilation(request, self._store)
 
     @property
@@ -300,9 +299,9 @@ class CompiledUpdates(WholeUpdates):
     def _finish(self, running: Compilation) -> None:
         self._running = None
         library = running.result()
-        seconds = time.perf_counter() - self._start
+        origin = f"compiled by TorchInductor in {running.seconds:.0f} s, as {self._miss}"
         try:
-            self._load(library, f"compiled by TorchInductor in {seconds:.0f} s, as {self._miss}")
+            self._load(library, origin)
         except RuntimeError as error:
             raise CompilerError(str(error)) from error
 

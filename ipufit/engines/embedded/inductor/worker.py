@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Dict
 
 import torch
-from torch import fx
 
 from ipufit.engines.embedded.inductor.store import CALLS, LIBRARY
 from ipufit.tracing import recurrent
@@ -73,7 +72,7 @@ def _compile(text: str, place: Path) -> None:
             compiled.with_suffix(Path(name).suffix).rename(place / name)
 
 
-def _options(recomputes: bool, graph: fx.GraphModule) -> Dict[str, object]:
+def _options(recomputes: bool, graph: torch.fx.GraphModule) -> Dict[str, object]:
     """Choose options of this TorchInductor for a graph."""
     options: Dict[str, object] = {_ROUNDS: True}
     if recomputes:
@@ -90,15 +89,13 @@ def allow_any_weight() -> None:
     Where this torch is built without oneDNN, or TorchInductor is organised otherwise, nothing
     happens, and it says itself what it can't compile.
     """
-    operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     try:
         from torch._inductor import ir, lowering, mkldnn_ir, mkldnn_lowerings
 
+        operator: Any = torch.ops.mkldnn._linear_pointwise.default
         kernel = mkldnn_ir.LinearUnary
         created: Any = mkldnn_ir._create_output_node
     except (ImportError, AttributeError):
-        return
-    if operator is None:
         return
     assert mkldnn_lowerings is not None  # registers what is replaced here
 
@@ -118,4 +115,4 @@ def allow_any_weight() -> None:
         output_node = kernel(layout=layout, inputs=inputs, constant_args=rest)
         return ir.TensorBox.create(created(output_node))
 
-    lowering.lowerings[operator.default] = lower
+    lowering.lowerings[operator] = lower
