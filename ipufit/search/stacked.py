@@ -13,6 +13,7 @@ from torch._C import _functorch
 from torch.func import functional_call, vmap
 from torch.nn import functional
 
+from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import AUTO, GRAPH, KERNELS
 from ipufit.core.train_config import TrainConfig
 from ipufit.losses import Loss, LossFacts, LossTerm
@@ -334,6 +335,17 @@ class StackedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
 
 
+class _StackedDivision(DividedModule):
+    """The division of several models, which is that of each."""
+
+    def count_own_ipus(
+        self, read_example: Callable[[Mode], Optional[MicroBatch]], training: bool
+    ) -> None:
+        """Count the IPUs of the module's own blocks, with a sample that is the same for all."""
+        with replaced((self.module, "orders_differ", False)):
+            super().count_own_ipus(read_example, training)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -422,7 +434,7 @@ class StackedModels:
         # Compiled updates have no rule of several models.
         jit = KERNELS if first.config.jit == AUTO else first.config.jit
         config = dataclasses.replace(first.config, jit=jit)
-        divided = DividedModule(net, self._optimizer, loss, config)
+        divided = _StackedDivision(net, self._optimizer, loss, config)
         metrics = StackedMetrics([session.metrics for session in self._sessions], net)
         self.model = Model(net, engine=models[0]._make_engine)
         self.model._retire(Session(divided, metrics, models[0]._make_engine()))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
+from ipufit import poptorch
 from ipufit.errors import (
     ConfigurationError,
     DataError,
@@ -215,6 +216,17 @@ def test_every_plan_and_its_tails(plan, programs):
     results = ipufit.fit_many(make, grid, x, y, verbose=0, **options)
     assert programs == [3]
     check(results, grid, x, y, make, **options)
+
+
+def test_blocks_of_the_module_are_looked_for_in_one_model(programs):
+    """Where PopTorch's stand-in is loaded, IPUs that are given are shared out to its blocks."""
+    assert poptorch.Block
+    x, y = data()
+    grid = [{"lr": 0.1}, {"lr": 0.01}]
+    options = {"epochs": 1, "batch_size": 3, "seed": 7, "ipus": 2}
+    results = ipufit.fit_many(build, grid, x, y, verbose=0, **options)
+    assert programs == [2]
+    check(results, grid, x, y, build, **options)
 
 
 def test_a_dict_of_lists_stands_for_all_combinations():
