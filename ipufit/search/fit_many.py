@@ -24,8 +24,6 @@ from ipufit.utils import tree
 from ipufit.utils.console import resolve_verbose, say, warn_user
 from ipufit.utils.random_streams import Seeds, draw_seed
 
-__all__ = ["FitResult", "FitResults", "fit_many"]
-
 # Updates of an execution where nobody says, and elements of their samples: results are the same
 # for any number.
 _UPDATES, _ELEMENTS = 100, 2**22

@@ -30,9 +30,6 @@ from ipufit.utils import tree
 from ipufit.utils.random_streams import GENERATORS, LOCK
 from ipufit.utils.state import device_of, eval_mode, replaced, train_mode
 
-__all__ = ["StackedModels", "UnstackableError", "kind_of", "of_row"]
-
-
 T = TypeVar("T")
 
 
@@ -230,7 +227,7 @@ def _attend(*args: object, **kwargs: object) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StackedLoss(Loss):
+class _StackedLoss(Loss):
     """The sum of the losses of several models, so that each has the gradient of its own.
 
     Attributes:
@@ -271,7 +268,7 @@ def _select(values: tree.Tree, dim: Optional[int], row: int) -> tree.Tree:
     return values if dim is None else tree.map_leaves(lambda leaf: leaf.select(dim, row), values)
 
 
-class StackedMetrics(MetricSet):
+class _StackedMetrics(MetricSet):
     """The metrics of several models.
 
     Args:
@@ -298,7 +295,7 @@ class StackedMetrics(MetricSet):
 
     def fresh(self) -> MetricSet:
         """Clone the set without any state."""
-        return StackedMetrics([each.fresh() for each in self._sets], self._net)
+        return _StackedMetrics([each.fresh() for each in self._sets], self._net)
 
     def update_all(self, batches: Sequence[MetricInputs]) -> None:
         """Add the micro-batches of an execution."""
@@ -323,7 +320,7 @@ class StackedMetrics(MetricSet):
             each.probe(*self._inputs(row, inputs))
 
 
-class StackedOptimizer(torch.optim.Optimizer):
+class _StackedOptimizer(torch.optim.Optimizer):
     """Groups of several optimizers of one class, each over the parameters of all models.
 
     Args:
@@ -423,19 +420,19 @@ class StackedModels:
         )
         net.orders_differ = orders_differ
         assert first.optimizer is not None
-        self._optimizer = StackedOptimizer(
+        self._optimizer = _StackedOptimizer(
             _stack_groups(type(first.optimizer), weight, [s.groups[i] for s in self._sessions])
             for i, weight in enumerate(net.weights)
         )
         settings = {
             field.name: getattr(first.loss, field.name) for field in dataclasses.fields(Loss)
         }
-        loss = StackedLoss(**settings, of_one=first.loss, net=net)
+        loss = _StackedLoss(**settings, of_one=first.loss, net=net)
         # Compiled updates have no rule of several models.
         jit = KERNELS if first.config.jit == AUTO else first.config.jit
         config = dataclasses.replace(first.config, jit=jit)
         divided = _StackedDivision(net, self._optimizer, loss, config)
-        metrics = StackedMetrics([session.metrics for session in self._sessions], net)
+        metrics = _StackedMetrics([session.metrics for session in self._sessions], net)
         self.model = Model(net, engine=models[0]._make_engine)
         self.model._retire(Session(divided, metrics, models[0]._make_engine()))
 

@@ -20,8 +20,6 @@ from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 
-__all__ = ["AutotunedWay", "CompiledWay", "JitAutotuner", "Trial"]
-
 # Seconds that a compilation takes of a core, and how many times that it has to save to be begun:
 # what it will save is an estimate.
 _COMPILATION, _SURELY = 20.0, 2.0

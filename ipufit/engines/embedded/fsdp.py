@@ -28,8 +28,6 @@ from ipufit.processes.connection import PendingWork
 from ipufit.processes.group import PendingReduceScatter, as_bytes, part_of, start_all_gather
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
-__all__ = ["FSDPOptimizer", "Piece", "ShardedStep", "ShardedWeights", "clipped_parts", "pieces_of"]
-
 T = TypeVar("T", bound=Tensor)
 
 # The pieces together are about so many times one of them.

@@ -18,8 +18,6 @@ from ipufit.tracing.flat_storage import FlatStorage, Slot, storage_id
 from ipufit.tracing.host_numbers import HostNumbers, HostProgram, HostWriteError, is_host_number
 from ipufit.utils.state import ValueSnapshot
 
-__all__ = ["StepRecorder", "UnrecordableError", "setting_texts"]
-
 # Of a parameter's state: its place among all parameters, and the name.
 Key = Tuple[int, str]
 # Of a group's setting: the index of the group, the name, and the place in it where it is a tuple.

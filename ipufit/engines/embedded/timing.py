@@ -15,8 +15,6 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
-__all__ = ["cache_dir", "fastest", "measured_choices", "prefer", "processor", "seconds_of"]
-
 # A way is taken instead of torch's own only if it needs less than this share of its time.
 _WORTH = 0.93
 

@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from ipufit.engines.embedded.traced_step import TracedStep
     from ipufit.engines.embedded.zero import StateParts
 
-__all__ = [
-    "CarriedState",
-    "ReplicaMemory",
-    "Snapshot",
-    "StatePlacement",
-    "TrainingState",
-    "copy_of",
-    "on_host",
-    "put_back",
-]
 
 Buffers = Dict[str, Tensor]
 

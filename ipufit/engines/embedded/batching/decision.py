@@ -30,8 +30,6 @@ from ipufit.tracing.validate import public_name
 from ipufit.utils.random_streams import Generators
 from ipufit.utils.state import same_values
 
-__all__ = ["MOST_BYTES", "Decision", "Merger"]
-
 # What the values of a merged batch may take; merging larger ones saves little and holds much.
 MOST_BYTES = 64 * 2**20
 

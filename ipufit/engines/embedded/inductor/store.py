@@ -22,8 +22,6 @@ from torch import Tensor
 from ipufit.engines.embedded.timing import cache_dir
 from ipufit.errors import ConfigurationError
 
-__all__ = ["CALLS", "LIBRARY", "Libraries", "LibraryStore", "Runner", "key_of"]
-
 LIBRARY = "program.so"
 # Where torch looks for the operators that the library calls by name; not there if it calls none.
 CALLS = "program.json"

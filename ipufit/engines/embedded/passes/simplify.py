@@ -16,18 +16,6 @@ from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.utils.malloc_policy import reused_empty
 
-__all__ = [
-    "SHORT",
-    "Flow",
-    "call_directly",
-    "drop_unused",
-    "elements",
-    "fuse_concats",
-    "operator_called",
-    "simplify",
-    "value_of",
-]
-
 
 def value_of(node: object) -> Optional[Tensor]:
     """The tensor without data that a node stands for; None where it is none."""

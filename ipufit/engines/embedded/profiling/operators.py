@@ -21,21 +21,6 @@ from ipufit.tracing.source_map import LOSS, Origin, TracedCall
 from ipufit.utils import tree
 from ipufit.utils.devices import TimingEvent, synchronize, timing_event
 
-__all__ = [
-    "GRADIENTS",
-    "HostTimer",
-    "LiveBytes",
-    "NodeTimes",
-    "NodeWork",
-    "OpRecord",
-    "OperatorSource",
-    "bytes_in",
-    "places_of",
-    "profile_graph",
-    "rows_of",
-    "timer_for",
-]
-
 
 class HostTimer:
     """Times calls by name, by the host's clock, where a call that returns is over.
@@ -71,7 +56,7 @@ class HostTimer:
         return self._best.get(name, 0.0)
 
 
-class DeviceTimer(HostTimer):
+class _DeviceTimer(HostTimer):
     """Times calls by events on the stream of a device, so that the host need not wait for each.
 
     Args:
@@ -103,7 +88,7 @@ class DeviceTimer(HostTimer):
         self._pairs = []
 
 
-class WaitingTimer(HostTimer):
+class _WaitingTimer(HostTimer):
     """Times calls on a device that has no events, by waiting for it before and after each.
 
     Args:
@@ -131,7 +116,7 @@ def timer_for(device: torch.device) -> HostTimer:
     """Make the timer for calls on a device."""
     if device.type == "cpu":
         return HostTimer()
-    return DeviceTimer(device) if timing_event(device) is not None else WaitingTimer(device)
+    return _DeviceTimer(device) if timing_event(device) is not None else _WaitingTimer(device)
 
 
 def bytes_in(tensors: Iterable[Tensor]) -> int:

@@ -41,8 +41,6 @@ from ipufit.engines.program import ExecutionResult
 from ipufit.optim.several import name_of_optimizer
 from ipufit.utils.console import warn_user
 
-__all__ = ["CapturedExecutions"]
-
 # Kinds of executions that are remembered; the least recently seen go first, with their graphs.
 _KEPT = 6
 
@@ -51,7 +49,7 @@ KeyOf = Callable[[int, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
-class StagedBatch(CombinedBatch):
+class _StagedBatch(CombinedBatch):
     """The samples of an execution, which are on their way to the device as well."""
 
     sent: Optional[Sent] = None
@@ -149,7 +147,7 @@ class CapturedExecutions(UpdateWay):
         if inputs is None or any(leaf.device.type != "cpu" for leaf in leaves):
             return batch
         with torch.no_grad():
-            return StagedBatch(batch.micro_batches, batch.place, sent=inputs.send(leaves))
+            return _StagedBatch(batch.micro_batches, batch.place, sent=inputs.send(leaves))
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Replay an execution, or run it as recorded where it is not captured, or bad."""
@@ -162,7 +160,7 @@ class CapturedExecutions(UpdateWay):
     def _run_captured(self, execution: ExecutionWork) -> Optional[ExecutionResult]:
         """Run an execution; None if it is not captured, or bad: then nothing has changed."""
         updates, rows, batch = execution.updates, execution.rows, execution.batch
-        sent = batch.sent if isinstance(batch, StagedBatch) else None
+        sent = batch.sent if isinstance(batch, _StagedBatch) else None
         updater, averages = self._live.updater, self._live.averages
         if self._reason is None:
             self._note(self._why_not(updates))

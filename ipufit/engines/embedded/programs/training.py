@@ -553,7 +553,7 @@ def _make_updater(
     if all(by_rule):
         return RuleOptimizer(optimizer, by_rule, graphs, finish, schedule, memory, tabled, compiler)
     # Imported here: what few runs need.
-    from ipufit.engines.embedded.mixed_optimizer import make_mixed
+    from ipufit.engines.embedded.traced_optimizer import make_mixed
 
     plain = GradientTransform(Clip(), None)
     rules = RuleOptimizer(optimizer, by_rule, graphs, plain, schedule, memory, tabled, compiler)
