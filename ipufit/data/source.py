@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ipufit.core.batch import DataCursor, RawBatch
+from ipufit.data import loaders
 from ipufit.data.in_memory import (
     ArrayLoader,
     ReadAhead,
@@ -29,23 +30,6 @@ from ipufit.data.loader_reader import (
     has_workers,
     read_here,
     reads_here,
-)
-from ipufit.data.loaders import (
-    FirstBatches,
-    batch_total,
-    end_workers,
-    has_torchs_samplers,
-    kill_workers,
-    length_of,
-    may_reuse_memory,
-    place_of,
-    reads_as_torch,
-    row_count,
-    sample_makers,
-    sends_groups,
-    starting_workers,
-    stream_length,
-    without_shuffling,
 )
 from ipufit.data.read_errors import ends_in_a_sample, unreadable
 from ipufit.data.sharding import RankShard, refuse_unshared
@@ -107,9 +91,9 @@ class DataAdapter:
         self.usual_batch_size: Optional[int] = None
         self.samples: Optional[int] = None
         self.dropped = 0
-        self.micro_batches = batch_total(loader)
+        self.micro_batches = loaders.batch_total(loader)
         self.most: Optional[int] = None
-        self.reuses_memory = may_reuse_memory(loader)
+        self.reuses_memory = loaders.may_reuse_memory(loader)
         self._shuffled = shuffled
         self._worker: Optional[Tuple[int, int]] = None
         self._has_yielded = False
@@ -117,7 +101,7 @@ class DataAdapter:
         self._reader: Optional[LoaderReader] = None
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
-        elif reads_as_torch(loader):
+        elif loaders.reads_as_torch(loader):
             self._look_into(loader)
 
     def _look_into(self, loader: Any) -> None:
@@ -131,7 +115,7 @@ class DataAdapter:
         size = self.micro_batch_size = int(batch_sampler.batch_size)
         if isinstance(loader.dataset, IterableDataset):
             return
-        total = length_of(batch_sampler.sampler)
+        total = loaders.length_of(batch_sampler.sampler)
         if total is None:
             return
         self.dropped = total % size if batch_sampler.drop_last else 0
@@ -162,7 +146,7 @@ class DataAdapter:
 
     def first_batches(self, count: int) -> DataAdapter:
         """Make an adapter of the first batches of this data alone, which are kept in memory."""
-        batches = FirstBatches(without_shuffling(self.loader), count)
+        batches = loaders.FirstBatches(loaders.without_shuffling(self.loader), count)
         few = DataAdapter(batches, self.role, class_weights=self.class_weights)
         few.micro_batch_size, few.samples = self.micro_batch_size, self.samples
         few.micro_batches = self.micro_batches
@@ -227,7 +211,11 @@ class DataAdapter:
         loader: Any = self.loader
         if rows_in_memory(loader) is not None:
             return True
-        return reads_as_torch(loader) and loader.num_workers > 0 and has_torchs_samplers(loader)
+        return (
+            loaders.reads_as_torch(loader)
+            and loader.num_workers > 0
+            and loaders.has_torchs_samplers(loader)
+        )
 
     @property
     def is_held(self) -> bool:
@@ -251,7 +239,7 @@ class DataAdapter:
         """Object with ``state_dict`` and ``load_state_dict``: the loader, or a stream read here."""
         loader: Any = self.loader
         candidates = [loader]
-        if reads_as_torch(loader) and not loader.num_workers:
+        if loaders.reads_as_torch(loader) and not loader.num_workers:
             candidates += [loader.dataset] if isinstance(loader.dataset, IterableDataset) else []
         for each in candidates:
             if all(callable(getattr(each, n, None)) for n in ("state_dict", "load_state_dict")):
@@ -271,7 +259,7 @@ class DataAdapter:
         return states
 
     def _generators(self) -> List[torch.Generator]:
-        return generators_of(self.loader) if reads_as_torch(self.loader) else []
+        return generators_of(self.loader) if loaders.reads_as_torch(self.loader) else []
 
     def go_to(self, place: DataCursor) -> Tuple[int, int]:
         """Let the next pass be the one that a run was in.
@@ -339,12 +327,12 @@ class DataAdapter:
     ) -> Iterator[RawBatch]:
         iterator: object = None
         index = rows_read = 0
-        limit = stream_length(loader)
+        limit = loaders.stream_length(loader)
         alone = self.reads_alone
         located_errors = _LocatedErrors(loader, self.role, stream)
         # A loader of torch's has a new iterator, with new workers, for each pass.
-        is_new = reads_as_torch(loader) and not loader.persistent_workers
-        starts = _NOTHING if self.is_held else starting_workers(loader)
+        is_new = loaders.reads_as_torch(loader) and not loader.persistent_workers
+        starts = _NOTHING if self.is_held else loaders.starting_workers(loader)
         try:
             with located_errors, self._drawing(stream), starts:
                 rows = rows_in_memory(loader)
@@ -362,7 +350,11 @@ class DataAdapter:
                 drawing = _NOTHING if alone and index else self._drawing(stream)
                 located_errors.batch = index if portion is None else portion.number(index)
                 # A generator begins only now, and may read a loader with workers.
-                starts = _NOTHING if index or is_new or self.is_held else starting_workers(loader)
+                starts = (
+                    _NOTHING
+                    if index or is_new or self.is_held
+                    else loaders.starting_workers(loader)
+                )
                 with located_errors, drawing, self._in_turn(loader), starts:
                     try:
                         batch = next(iterator)
@@ -373,7 +365,7 @@ class DataAdapter:
                 self._has_yielded = True
                 if limit is not None:
                     # Without a batch size, every sample is a batch.
-                    rows_read += 1 if loader.batch_size is None else row_count(batch)
+                    rows_read += 1 if loader.batch_size is None else loaders.row_count(batch)
                     if rows_read > limit:
                         raise self._repeated(loader, limit)
                 index += batch_count(batch)
@@ -384,18 +376,18 @@ class DataAdapter:
             # Let go of, not closed: one that the user holds as well may be gone on with.
             finished, self._being_read, iterator = self._being_read, None, None
             if is_new:
-                end_workers(finished)
-            elif is_interrupted(sys.exc_info()[1]) and reads_as_torch(loader):
+                loaders.end_workers(finished)
+            elif is_interrupted(sys.exc_info()[1]) and loaders.reads_as_torch(loader):
                 # Persistent ones may read something slow, which torch would wait for later.
                 forget_workers(loader)
-                end_workers(finished)
+                loaders.end_workers(finished)
             del finished
 
     def give_up(self) -> None:
         """End the workers that another thread waits for, which then fails to read."""
-        kill_workers(self._being_read)
+        loaders.kill_workers(self._being_read)
         loader: Any = self.loader
-        if reads_as_torch(loader) and loader.persistent_workers:
+        if loaders.reads_as_torch(loader) and loader.persistent_workers:
             # Of those of this pass there are none left to go on with.
             forget_workers(loader)
 
@@ -411,11 +403,11 @@ class DataAdapter:
             return portion.rows(rows, self.most).picked(horizon)
         indices: Iterable[List[int]] = ()
         if portion is not None and isinstance(loader, (list, tuple)):
-            whole = (lambda: loader, row_count, lambda batch: batch)
+            whole = (lambda: loader, loaders.row_count, lambda batch: batch)
             return portion.picked(*whole, self.most, draws_once=True, are_indices=False)
         if portion is not None:
             indices = portion.indices(loader, self.most, self.reads_alone)
-        elif sends_groups(loader) or reads_here(loader):
+        elif loaders.sends_groups(loader) or reads_here(loader):
             indices = itertools.islice(loader.batch_sampler, self.most)
         elif self._worker is None or not loader.num_workers:
             return iter(loader)
@@ -493,11 +485,11 @@ class DataAdapter:
         """Name where in the user's code samples or batches are made, for error messages."""
         loader = self.loader
         if isinstance(loader, DataLoader):
-            candidates = [loader.collate_fn, *sample_makers(loader.dataset)]
+            candidates = [loader.collate_fn, *loaders.sample_makers(loader.dataset)]
         else:
-            candidates = [*sample_makers(loader), getattr(loader, "gi_code", None)]
+            candidates = [*loaders.sample_makers(loader), getattr(loader, "gi_code", None)]
         for candidate in candidates:
-            place = place_of(candidate)
+            place = loaders.place_of(candidate)
             if place:
                 return f" Batches are made at {place[0]}:{place[1]}."
         return ""
@@ -507,7 +499,7 @@ class DataAdapter:
         loader: Any = self.loader
         if isinstance(loader, (list, tuple, ArrayLoader)):
             return list(itertools.islice(loader, 1))
-        if not reads_as_torch(loader) or self.samples is None:
+        if not loaders.reads_as_torch(loader) or self.samples is None:
             return []
         # A sampler of the user's may pick by something else than numbers from 0.
         sampler: object = loader.sampler if loader.batch_size else loader.batch_sampler
