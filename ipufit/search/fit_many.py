@@ -152,6 +152,7 @@ def fit_many(
             f"{len(places)} of {len(results)} models train one after another (number "
             f"{', '.join(places)}): {reason}."
         )
+    options = _with_iterations(options, 1)
     for result, _ in alone:
         try:
             result.model.fit(verbose=0, seed=result.seed, **options)
@@ -169,17 +170,9 @@ def fit_alike(
 
     Args:
         results: with models that are not trained yet.
-        options: of ``fit``; updates of an execution are filled in where there are none.
+        options: of ``fit``.
         shows: whether a line is printed after each epoch.
     """
-    if options.get("device_iterations") is None:
-        elements = sum(
-            math.prod(leaf.shape[1:]) if hasattr(leaf, "shape") else _ELEMENTS
-            for leaf in tree.flatten((options["x"], options["y"]))[0]
-        )
-        samples = (options.get("batch_size") or 32) * len(results)
-        updates = _ELEMENTS // (max(1, elements) * samples)
-        options["device_iterations"] = max(1, min(_UPDATES, updates))
     x, weights = options["x"], ("sample_weight", "class_weight")
     kinds: Dict[object, List[FitResult]] = {}
     alone: List[Tuple[FitResult, str]] = []
@@ -235,13 +228,25 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
     return results
 
 
+def _with_iterations(options: Setting, models: int) -> Setting:
+    """Fill in how many updates an execution of so many models has, where nobody says."""
+    if options.get("device_iterations") is not None:
+        return dict(options)
+    elements = sum(
+        math.prod(leaf.shape[1:]) if hasattr(leaf, "shape") else _ELEMENTS
+        for leaf in tree.flatten((options["x"], options["y"]))[0]
+    )
+    updates = _ELEMENTS // (max(1, elements) * (options.get("batch_size") or 32) * models)
+    return {**options, "device_iterations": max(1, min(_UPDATES, updates))}
+
+
 def _fit_as_one(results: Sequence[FitResult], options: Setting, shows: bool) -> None:
     """Train models as one.
 
     Raises:
         UnstackableError: they can't; nothing has changed.
     """
-    options = dict(options)
+    options = _with_iterations(options, len(results))
     names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
     data = DataArguments("training data", *(options.pop(name, None) for name in names))
     stacked = StackedModels([result.model for result in results], data.shuffle is not False)

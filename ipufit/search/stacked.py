@@ -33,6 +33,11 @@ from ipufit.utils.state import device_of, eval_mode, replaced, train_mode
 T = TypeVar("T")
 
 
+# Parameters of a net up to which it gains by others beside it. Updates of larger ones are bound by
+# arithmetic, and products of single matrices have faster kernels.
+_LARGEST = 2**15
+
+
 class UnstackableError(Exception):
     """A model can't train together with others; the text says why, as the end of a sentence."""
 
@@ -382,6 +387,9 @@ def kind_of(model: Model) -> Tuple[object, ...]:
         raise UnstackableError("its optimizer has no rule that updates several models at once")
     if session.updates or optimizer.state:
         raise UnstackableError("it was trained before")
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    if elements > _LARGEST:
+        raise UnstackableError(f"a net of {elements:,} parameters is faster by itself")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [
         (

@@ -177,7 +177,7 @@ class _SearchFits:
         if not planned or any(options["callbacks"] for _, _, options in planned):
             return
         results = [result for _, result, _ in planned]
-        alone = {id(result) for result, _ in fit_alike(results, dict(planned[0][2]), False)}
+        alone = {id(result) for result, _ in fit_alike(results, planned[0][2], False)}
         for key, result, _ in planned:
             if id(result) not in alone and result.error is None:
                 self._trained[key] = result.model

@@ -350,6 +350,18 @@ class Branch(nn.Module):
         return self.layer(x if x.sum() > 0 else -x)
 
 
+class Large(nn.Module):
+    """More parameters than gain by others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(12, 2000), nn.Linear(2000, 5))
+
+    def forward(self, x):
+        """Apply both layers."""
+        return self.layers(x)
+
+
 class Unused(nn.Module):
     """A parameter that the loss does not depend on, which no optimizer moves."""
 
@@ -369,6 +381,7 @@ ALONE = {
     "lamb": ({"optimizer": ipufit.optim.LAMB}, "its optimizer"),
     "own step": ({"optimizer": torch.optim.Adadelta}, "its optimizer"),
     "draws": ({"net": Noisy}, "as one, they fail with"),
+    "large": ({"net": Large}, "a net of 36,005 parameters is faster by itself"),
     "branch": ({"net": Branch, "run_eagerly": True}, "for one model: {'jit': 'off'}."),
     "unused": ({"net": Unused, "weight_decay": 0.1}, "the loss does not depend on 'rest.weight'"),
 }
