@@ -317,12 +317,12 @@ def test_nobody_is_timed_who_is_not_asked_for(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_the_peak_is_measured_once():
     """For each dtype, in a process; a machine reaches no more in a program, but for caches."""
-    profile.peak_of.cache_clear()
-    found = profile.peak_of(torch.float32, torch.device("cpu"))
+    profile._peak_of.cache_clear()
+    found = profile._peak_of(torch.float32, torch.device("cpu"))
     assert found["dtype"] == "float32"
     assert 1e8 < found["flops"] < 1e15
     assert 1e7 < found["bytes"] < 1e13
-    assert profile.peak_of(torch.float32, torch.device("cpu")) is found
+    assert profile._peak_of(torch.float32, torch.device("cpu")) is found
 
 
 def test_what_a_machine_can_not_compute_has_no_peak(monkeypatch):
@@ -332,7 +332,7 @@ def test_what_a_machine_can_not_compute_has_no_peak(monkeypatch):
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
     monkeypatch.setattr(torch, "mm", fails)
-    found = profile.peak_of.__wrapped__(torch.float16, torch.device("cpu"))
+    found = profile._peak_of.__wrapped__(torch.float16, torch.device("cpu"))
     assert (found["dtype"], found["flops"]) == ("float16", None)
     assert found["bytes"] > 0
 

@@ -6,20 +6,18 @@ import dataclasses
 import math
 from typing import Sequence, Tuple, Union
 
-__all__ = ["NOT_MAPPED", "UNREAD", "BatchDim", "RefusalError", "State", "regroup"]
-
 
 class RefusalError(Exception):
     """The micro-batches can't be merged; the text says why, as the end of a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class _Fixed:
     """No sample is in it: the tensor is the same whatever the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Unread:
+class _Unread:
     """A result of which nothing is known, so that nothing may read it."""
 
 
@@ -46,10 +44,10 @@ class BatchDim:
         return dataclasses.replace(self, dim=dim)
 
 
-NOT_MAPPED, UNREAD = Fixed(), Unread()
+NOT_MAPPED, UNREAD = _Fixed(), _Unread()
 
 # Of one tensor, or of an operator's several results.
-State = Union[Fixed, Unread, BatchDim, Tuple["State", ...]]
+State = Union[_Fixed, _Unread, BatchDim, Tuple["State", ...]]
 
 
 def regroup(along: BatchDim, before: Sequence[int], after: Sequence[int], samples: int) -> BatchDim:

@@ -21,8 +21,6 @@ from ipufit.engines.embedded.batching.batch_dim import (
 )
 from ipufit.tracing.graph_analysis import nodes_in, operator_name
 
-__all__ = ["BATCHING_RULES", "IN_PLACE", "SIZED", "OperatorPair"]
-
 
 class OperatorPair:
     """An operator, as recorded for a micro-batch and for several of them.
@@ -146,7 +144,7 @@ def _rule(names: str, sized: Tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
     return register
 
 
-ELEMENTWISE = """
+_ELEMENTWISE = """
     abs acos acosh add addcdiv addcmul alias angle asin asinh atan atan2 atanh bitwise_and
     bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone copy cos cosh
     deg2rad detach div elu eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod
@@ -158,10 +156,10 @@ ELEMENTWISE = """
     threshold _to_copy true_divide trunc where.self xlogy zero zeros_like
 """
 
-IN_PLACE = frozenset(ELEMENTWISE.split())
+IN_PLACE = frozenset(_ELEMENTWISE.split())
 
 
-@_rule(ELEMENTWISE)
+@_rule(_ELEMENTWISE)
 def _elementwise(call: OperatorPair) -> State:
     return _broadcast(call, call.tensors)
 

@@ -21,8 +21,6 @@ import torch
 from ipufit.engines.embedded.inductor.store import CALLS, LIBRARY
 from ipufit.tracing import recurrent
 
-__all__ = ["ERROR", "REQUEST", "main"]
-
 REQUEST, ERROR = "request.json", "error.txt"
 _NICENESS = 10
 # Half precision is rounded after each operator, as where they run one by one.
@@ -60,7 +58,7 @@ def _compile(text: str, place: Path) -> None:
 
     request = Request.of_json(text)
     torch.set_num_threads(request.threads)
-    allow_any_weight()
+    _allow_any_weight()
     examples = request.examples()
     with torch.no_grad():
         graph = make_fx(UpdateFunction(request.form), tracing_mode="fake")(*examples)
@@ -83,7 +81,7 @@ def _options(recomputes: bool, graph: torch.fx.GraphModule) -> Dict[str, object]
     return {name: on for name, on in options.items() if hasattr(torch._inductor.config, name)}
 
 
-def allow_any_weight() -> None:
+def _allow_any_weight() -> None:
     """Have TorchInductor call ``mkldnn._linear_pointwise`` with whatever it is given.
 
     Where this torch is built without oneDNN, or TorchInductor is organised otherwise, nothing

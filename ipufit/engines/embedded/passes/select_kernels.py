@@ -38,8 +38,6 @@ _TOLERANCE_OF_OTHERS = 5e-2
 # How far, of the norm of a tensor, where values went to the other side of a ReLU's kink.
 _TOLERANCE_OF_KINKS = 5e-2
 
-_AS_IT_IS = "Runs the graph as it was recorded"
-
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
@@ -125,7 +123,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
     finally:
         # What both took to run lies in pieces among what has come to stay.
         give_back_freed_memory()
-    return dataclasses.replace(plain(), why=f"{_AS_IT_IS}: {why}.")
+    return dataclasses.replace(plain(), why=f"Runs the graph as it was recorded: {why}.")
 
 
 class _DisagreementError(Exception):

@@ -201,11 +201,11 @@ def fuse_concats(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs:
             parts = _parts(node, flow)
-            sources = [part.source for part in parts if part.source is not None]
-            products = [source for source in sources if source.target is _aten.mm.default]
+            targets = [part.source.target for part in parts if part.source is not None]
+            products = targets.count(_aten.mm.default)
             if products or sum(part.size for part in parts) >= _SMALLEST_WHOLE:
                 _rewrite(graph, node, parts)
-                done += len(products)
+                done += products
     return done
 
 
@@ -241,10 +241,10 @@ def _source_of(part: fx.Node, flow: Flow) -> Optional[fx.Node]:
     value = value_of(node)
     if value is None or flow.is_written(node) or flow.is_given(node):
         return None
-    if node.target is not _aten.mm.default:
-        return node if value.numel() >= _SMALLEST_COPY else None
     is_alone = node is not part and len(node.users) == 1 and value.is_contiguous()
-    return node if is_alone and value.numel() >= _SMALLEST_PRODUCT else None
+    is_product = node.target is _aten.mm.default
+    least = _SMALLEST_PRODUCT if is_product else _SMALLEST_COPY
+    return node if (is_alone or not is_product) and value.numel() >= least else None
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:

@@ -43,7 +43,6 @@ from ipufit.utils.devices import is_out_of_memory
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
 
-__all__ = ["DIVIDED", "OperatorProfiler", "thin_curve"]
 
 # Operator, module, direction, and bytes of values while it runs.
 Point = Tuple[str, str, str, int]
@@ -71,7 +70,7 @@ _TIMES = 3
 
 
 @functools.lru_cache(maxsize=None)
-def peak_of(dtype: torch.dtype, device: torch.device) -> Dict[str, object]:
+def _peak_of(dtype: torch.dtype, device: torch.device) -> Dict[str, object]:
     """FLOPs and bytes per second that were reached on large tensors, measured once in a process.
 
     Returns:
@@ -218,7 +217,7 @@ class OperatorProfiler:
             "timed": f"node by node, {timer.method}; the shortest time of {rounds} rounds",
             "note": self._note(),
             "rows": rows + self._optimizer_rows(gradients),
-            "peak": peak_of(self._dtype(), device),
+            "peak": _peak_of(self._dtype(), device),
             "memory": self._memory(work, places, outputs, gradients),
         }
 
