@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import inspect
+import pickle
 from contextvars import ContextVar
 from typing import (
     TYPE_CHECKING,
@@ -23,6 +23,7 @@ from typing import (
     Union,
 )
 
+import joblib
 import numpy as np
 import torch
 from sklearn import model_selection
@@ -151,8 +152,9 @@ class _SearchFits:
     """The fits of a search: planned, trained at the same time, and then taken one by one."""
 
     def __init__(self) -> None:
-        self._planned: List[Tuple[str, FitResult, Dict[str, Any]]] = []
-        self._trained: Dict[str, Model] = {}
+        # Of those with the same arguments of Model.fit: these, and each with what it is found by.
+        self._planned: Dict[str, Tuple[Dict[str, Any], Dict[str, FitResult]]] = {}
+        self._trained: Dict[Optional[str], Model] = {}
         self.is_planning = False
 
     def take(self, estimator: Estimator, options: Dict[str, Any]) -> Optional[Model]:
@@ -162,25 +164,24 @@ class _SearchFits:
             estimator: whose fit it is.
             options: arguments of ``Model.fit``.
         """
-        data = hashlib.blake2b(b"".join(options[name].tobytes() for name in ("x", "y")))
-        settings = sorted(estimator.get_params().items())
-        key = f"{type(estimator)} {settings} {estimator._seed} {data.hexdigest()}"
-        if not self.is_planning:
-            return self._trained.pop(key, None)
-        model = estimator.model_
-        self._planned.append((key, FitResult({}, model, estimator._seed), options))
-        return model
+        key, model = None, estimator.model_
+        # What can't be compared with another fit's, such as a function inside of one, trains.
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            call: str = joblib.hash(options)
+            key = joblib.hash((call, type(estimator), estimator.get_params(), estimator._seed))
+            if self.is_planning and not options["callbacks"]:
+                result = FitResult({}, model, estimator._seed)
+                self._planned.setdefault(call, (options, {}))[1][key] = result
+        return model if self.is_planning else self._trained.pop(key, None)
 
     def train(self) -> None:
         """Train what is planned, as far as it can run as one; the rest is left to its own fit."""
-        planned, self._planned = self._planned, []
-        if not planned or any(options["callbacks"] for _, _, options in planned):
-            return
-        results = [result for _, result, _ in planned]
-        alone = {id(result) for result, _ in fit_alike(results, planned[0][2], False)}
-        for key, result, _ in planned:
-            if id(result) not in alone and result.error is None:
-                self._trained[key] = result.model
+        for options, results in self._planned.values():
+            alone = [result for result, _ in fit_alike([*results.values()], options, False)]
+            for key, result in results.items():
+                if result not in alone and result.error is None:
+                    self._trained[key] = result.model
+        self._planned = {}
 
 
 _SEARCH: ContextVar[Optional[_SearchFits]] = ContextVar("search", default=None)

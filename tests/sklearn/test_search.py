@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from sklearn import model_selection
 from sklearn.datasets import load_iris
 from sklearn.pipeline import make_pipeline
@@ -17,6 +18,14 @@ def net(n_features, n_outputs, hidden=4, dropout=0.0):
     """A net with a hidden layer."""
     layers = nn.Linear(n_features, hidden), nn.ReLU(), nn.Dropout(dropout)
     return nn.Sequential(*layers, nn.Linear(hidden, n_outputs))
+
+
+def scaled(n_features, n_outputs, scales=(1.0,) * 2000):
+    """A net whose weights are scaled by the last of many numbers."""
+    made = net(n_features, n_outputs)
+    with torch.no_grad():
+        made[0].weight.mul_(float(scales[-1000]))
+    return made
 
 
 @pytest.fixture
@@ -57,6 +66,46 @@ def test_a_classifier_in_a_pipeline(groups):
     others = model_selection.GridSearchCV(pipeline, grid, cv=2, scoring=scoring).fit(x, y)
     assert_same(search, others)
     np.testing.assert_allclose(search.predict_proba(x), others.predict_proba(x), atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"batch_size": [8, 40], "optimizer__lr": [0.01, 0.05]},
+        {"epochs": [1, 6], "optimizer__lr": [0.01, 0.05]},
+        {"validation_fraction": [0.0, 0.3], "optimizer__lr": [0.01, 0.05]},
+        {"fit__shuffle": [True, False], "optimizer__lr": [0.01, 0.05]},
+        {"random_state": [1, 2], "optimizer__lr": [0.01, 0.05]},
+        {"module__scales": [np.ones(2000), 2 * np.ones(2000)], "optimizer__lr": [0.01, 0.05]},
+        {
+            "loss": ["cross_entropy", nn.CrossEntropyLoss(label_smoothing=0.3)],
+            "optimizer__lr": [0.01, 0.05],
+        },
+        {"dtype": ["float32", "float64"], "optimizer__lr": [0.01, 0.05]},
+        {"optimizer": ["sgd", "adam"], "optimizer__lr": [0.01, 0.05]},
+    ],
+    ids=lambda grid: next(iter(grid)),
+)
+def test_settings_of_any_kind_are_tried(grid, groups):
+    """Fits that have other arguments are other programs."""
+    x, y = load_iris(return_X_y=True)
+    estimator = IpufitClassifier(scaled, random_state=0, epochs=3, dtype="float64")
+    search = GridSearchCV(estimator, grid, cv=2, scoring="accuracy").fit(x, y)
+    assert groups
+    others = model_selection.GridSearchCV(estimator, grid, cv=2, scoring="accuracy").fit(x, y)
+    assert_same(search, others)
+
+
+def test_modules_that_can_not_be_compared_train_by_themselves(groups):
+    """A function inside of another can't be told from one like it."""
+    x, y = load_iris(return_X_y=True)
+    estimator = IpufitClassifier(
+        lambda n_features, n_outputs: net(n_features, n_outputs), random_state=0, epochs=1
+    )
+    grid = {"optimizer__lr": [0.01, 0.05]}
+    search = GridSearchCV(estimator, grid, cv=2).fit(x, y)
+    assert groups == []
+    assert_same(search, model_selection.GridSearchCV(estimator, grid, cv=2).fit(x, y))
 
 
 def test_a_regressor_whose_fits_are_looked_at(groups):
