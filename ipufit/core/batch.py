@@ -158,7 +158,9 @@ class MicroBatch:
         """
         args, kwargs, target, _ = self.unpack()
         for part in (*args, *kwargs.values(), target):
-            if tree.is_list_of_samples(part) and len(part) == self.size:
+            # The fields that a loss takes are two dicts, of which one has no tensors.
+            is_list = tree.is_list_of_samples(part) and all(map(tree.tensors, part))
+            if is_list and len(part) == self.size:
                 return False
         return all(
             isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] == self.size)

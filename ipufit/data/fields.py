@@ -170,8 +170,8 @@ class BatchForm:
         """Refuse arrays without a list around them that forward takes as a list of samples too.
 
         Args:
-            parts: of a batch, or of the data; only arrays of one dtype and number of dimensions can
-                be samples.
+            parts: of a batch, or of the data; only arrays of one dtype with the three dimensions of
+                an image are taken for samples.
             where: what has them, for the message.
             reading: how they are read otherwise.
             cure: what to write for each of the two.
@@ -181,7 +181,8 @@ class BatchForm:
         """
         if self.own_loss or self.runs_with is None or not tree.is_sequence(parts):
             return
-        if not all(map(is_array, parts)) or len({(p.dtype, p.ndim) for p in parts}) != 1:
+        images = [part for part in parts if is_array(part) and part.ndim == 3]
+        if len(images) != len(parts) or len({part.dtype for part in images}) != 1:
             return
         if "list" not in self._whole:
             self._whole["list"] = self.runs_with([as_tensor(part, where) for part in parts[:2]])

@@ -31,6 +31,7 @@ from ipufit.optim import MultiOptimizer, Muon, schedules, state
 from ipufit.optim.lamb import LAMB
 from ipufit.planner.costs import StageCost
 from ipufit.planner.partition_plan import Planned
+from ipufit.search.fit_many import FitResult, FitResults
 
 from . import FLIPS, Made, With, X, Y, files, folder, linear, of, told
 
@@ -155,6 +156,69 @@ def rates_drawn(path):
 of("LearningRates.plot", rates_drawn, path=(None, "curve.png"))
 
 
+def classifier(lr):
+    model = ipufit.Model(linear())
+    model.compile(torch.optim.SGD(model.module.parameters(), lr), "cross_entropy")
+    return model
+
+
+def averaged(lr):
+    model = ipufit.Model(linear())
+    model.compile(torch.optim.SGD(model.module.parameters(), lr), "nll")
+    return model
+
+
+def results(grid=({"lr": 0.1}, {"lr": 0.2}), **options):
+    given = {"build": classifier, "x": X, "y": Y, "seed": 0, "verbose": 0, **options}
+    return ipufit.fit_many(grid=[*grid], **given)
+
+
+of(
+    "fit_many",
+    lambda **options: [(str(each), told(each.model.history)) for each in results(**options)],
+    build=(classifier, averaged),
+    grid=(({"lr": 0.1}, {"lr": 0.2}), ({"lr": 0.1}, {"lr": 0.3})),
+    x=(X, X + 1),
+    y=(Y, (Y + 1) % 3),
+    verbose=(0, 2),
+    device_iterations=(None, 1),
+    seed=(0, 1),
+)
+
+
+class Fitted:
+    """What a result of fit_many needs of a model."""
+
+    def __init__(self, **losses):
+        self.history = History({"directions": {"loss": "min"}})
+        self.history.append(0, losses)
+
+
+of(
+    "FitResult",
+    lambda **one: (lambda result: (result.setting, result.values, result.seed, str(result)))(
+        FitResult(**{"setting": {"lr": 0.1}, "model": Fitted(loss=1.0), "seed": 0, **one})
+    ),
+    setting=({"lr": 0.1}, {"lr": 0.2}),
+    model=(Made(lambda: Fitted(loss=1.0)), Made(lambda: Fitted(loss=2.0))),
+    seed=(0, 1),
+    error=(None, errors.NonFiniteLossError("the loss became nan", None, float("nan"))),
+)
+of(
+    "FitResults.best",
+    lambda **options: (
+        FitResults(
+            FitResult({}, Fitted(val_loss=a, loss=b), seed)
+            for seed, (a, b) in enumerate([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)])
+        )
+        .best(**options)
+        .seed
+    ),
+    monitor=("val_loss", "loss"),
+    mode=("auto", "max"),
+)
+
+
 # Plan
 
 SIZES = {"micro_batch_size": 2, "gradient_accumulation": 1, "replicas": 2, "device_iterations": 1}
@@ -176,6 +240,7 @@ of(
     processes=(1, 2),
     process=With(0, 1, processes=2),
     depth=With(0, 3, stages=2),
+    batches=(None, 5),
 )
 of(
     "Plan.make",

@@ -164,10 +164,8 @@ def seconds_of(
     best = list(first) or [measure(call) for call in calls]
     for done in range(_ROUNDS):
         is_clear = sorted(best)[1:2] > [_CLEARLY * min(best)]
-        if done > 1 and is_clear:
-            break
         if done > 1 or (expected and best[-1] == min(best)):
-            enough = _ENOUGH_FOR_TWO
+            enough = 0.0 if is_clear else _ENOUGH_FOR_TWO
         else:
             # One call that another program has slowed down is not to speak against all parts.
             enough = _ENOUGH_FOR_ONE if done or (is_clear and not expected) else math.inf
