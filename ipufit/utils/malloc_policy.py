@@ -83,10 +83,15 @@ def free_at_once() -> Iterator[None]:
         _set(library, _KEEPING)
 
 
-def give_back_freed_memory() -> None:
-    """Hand what is freed by now to the system."""
+def give_back_freed_memory(freed: int = _KEEPING[1]) -> None:
+    """Hand what is freed by now to the system.
+
+    Args:
+        freed: bytes that were freed since the last time, if known. The heap is not searched for
+            fewer than the C library keeps of one tensor: a search of many small pieces takes long.
+    """
     library = _glibc()
-    if library is not None and keep_freed_memory():
+    if freed >= _KEEPING[1] and library is not None and keep_freed_memory():
         _pool.clear()
         library.malloc_trim(0)
 

@@ -383,7 +383,7 @@ class RuleOptimizer(FlatOptimizer):
                 state[name] = self.memory.keep(whole)
                 for slot, torch_state in present:
                     torch_state[name] = slot.window(state[name])
-                give_back_freed_memory()
+                give_back_freed_memory(whole.numel() * whole.element_size())
         return state
 
     def refresh(self, rows: Rows) -> None:

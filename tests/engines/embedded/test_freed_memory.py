@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -307,6 +308,22 @@ def test_states_change_hands_one_after_another(optimizer, states, without_collec
     weights = 1
     taken = [("keep", weights + states + 1)] * states
     assert counted == taken + [("for_torch", weights + states)] * states
+
+
+@pytest.mark.parametrize(("parameters", "searches"), [(2**22, 1), (2**23, 3)])
+def test_the_heap_is_searched_for_what_large_states_were_in(parameters, searches, monkeypatch):
+    """Of each state of Adam, as a later fit takes it over; and in any case at the end."""
+    searched = []
+    library = types.SimpleNamespace(malloc_trim=searched.append)
+    net = nn.Linear(parameters, 1, bias=False)
+    model = ipufit.Model(net, engine="embedded")
+    model.compile("adam", "mse", jit="graph")
+    x, y = torch.rand(1, parameters), torch.rand(1, 1)
+    model.fit(x, y, verbose=0)
+    monkeypatch.setattr(malloc_policy, "_glibc", lambda: library)
+    monkeypatch.setattr(malloc_policy, "keep_freed_memory", lambda: True)
+    model.fit(x, y, verbose=0)
+    assert searched == [0] * searches
 
 
 @pytest.fixture
