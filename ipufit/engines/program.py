@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import gc
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
@@ -564,9 +565,19 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Count the time of the block, and show that something is recorded or compiled."""
-        with self.announce(), self.timed():
-            yield
+        """Count the time of the block, and show that something is recorded or compiled.
+
+        A recording makes so many objects that Python would look through all those of the process
+        for garbage, several times; it waits until the recording is made.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self.announce(), self.timed():
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
     @abc.abstractmethod
     def build(self, spec: ProgramSpec) -> Program:

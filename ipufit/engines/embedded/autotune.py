@@ -89,7 +89,7 @@ class JitAutotuner:
             return
         self._recorded, self._example = recorded, example
         self._choice, self._is_compiling, self._seconds = None, False, math.inf
-        if self.compiled.may_be_there():
+        if self.compiled.may_be_there(example):
             self._begin(compiles=False)
 
     def choose(self, trial: Optional[Trial]) -> Optional[CompiledUpdates]:

@@ -30,7 +30,7 @@ from ipufit.engines.embedded.inductor.build_spec import (
 )
 from ipufit.engines.embedded.inductor.requirements import loader
 from ipufit.engines.embedded.inductor.store import LIBRARY, Libraries, LibraryStore, Runner, key_of
-from ipufit.engines.embedded.inductor.update_spec import Request
+from ipufit.engines.embedded.inductor.update_spec import Request, digest_of
 from ipufit.engines.embedded.non_finite import refuse_loss
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
@@ -217,7 +217,8 @@ class CompiledUpdates(WholeUpdates):
         self._division = self._live.storage.division
         rows = self._updater.like_coming()
         leaves = [*self._described.leaves] * self._described.form.micro_batches
-        self._request = Request.of(self._described.form, [*self._same, *rows, *leaves])
+        inputs, tensors = [*self._same, *rows, *leaves], self._digest_of(example)
+        self._request = Request.of(self._described.form, inputs, tensors)
         self._begin(self._request)
 
     def _begin(self, request: Request) -> None:
@@ -260,9 +261,18 @@ class CompiledUpdates(WholeUpdates):
         graphs += [recorded.graph] * self._plan.micro_batches_per_update
         return sum(len(graph.graph.nodes) for graph in graphs if graph is not None)
 
-    def may_be_there(self) -> bool:
-        """Say whether any library is loaded or stored, so that it pays to look for this one."""
-        return bool(self._libraries) or LibraryStore.has_entries()
+    def may_be_there(self, example: MicroBatch) -> bool:
+        """Say whether a library for such tensors is loaded or stored, so that it pays to look.
+
+        Args:
+            example: a full micro-batch.
+        """
+        tensors = self._digest_of(example)
+        is_loaded = any(key.startswith(tensors) for key in self._libraries)
+        return is_loaded or LibraryStore.has_entries(tensors)
+
+    def _digest_of(self, example: MicroBatch) -> str:
+        return digest_of([*self._live.states[0], *example.leaves])
 
     @property
     def jit(self) -> Optional[str]:

@@ -40,8 +40,13 @@ Libraries = Dict[str, Runner]
 
 
 def key_of(parts: Parts) -> str:
-    """Name under which the store keeps a program, a digest of all that it depends on."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    """Name under which the store keeps a program, a digest of all that it depends on.
+
+    It begins with that of the tensors, which is quickly made: where no name begins so, the rest of
+    the parts need not be found out.
+    """
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return f"{parts['tensors']}-{digest}"
 
 
 class LibraryStore:
@@ -59,11 +64,15 @@ class LibraryStore:
         self._root = _private(cache_dir() / "compiled" if root is None else root)
 
     @staticmethod
-    def has_entries() -> bool:
-        """Say whether the user's directory has any entry; the question does not create it."""
+    def has_entries(tensors: str) -> bool:
+        """Say whether the user's directory has programs of such tensors, without creating it.
+
+        Args:
+            tensors: the part of that name.
+        """
         try:
             with os.scandir(cache_dir() / "compiled") as entries:
-                return any(not entry.name.startswith(("making-", _SCRATCH)) for entry in entries)
+                return any(entry.name.startswith(tensors) for entry in entries)
         except OSError:
             return False
 
@@ -88,7 +97,8 @@ class LibraryStore:
         fewest, nearest = min(zip(differences, others), key=lambda pair: len(pair[0]))
         if not fewest:
             return "the cached one is damaged"
-        return ", ".join(_difference(name, nearest.get(name), parts[name]) for name in fewest)
+        lines = (_difference(name, nearest.get(name), parts[name]) for name in fewest)
+        return ", ".join(dict.fromkeys(lines))
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[Path]:
@@ -204,6 +214,7 @@ def _used(entry: Path) -> float:
 _NEW = {
     "graph": "new operators",
     "update": "another optimizer, reduction or number of micro-batches",
+    "tensors": "new shapes",
     "shapes": "new shapes",
     "cpu": "another processor",
     "ipufit": "another ipufit",

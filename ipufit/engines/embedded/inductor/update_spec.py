@@ -259,17 +259,24 @@ class Request:
         form: of the update.
         inputs: shape, strides and dtype of each tensor that it takes.
         threads: that it runs on.
+        tensors: digest of the state and the batch of the program.
     """
 
     form: UpdateSpec
     inputs: Tuple[Tuple[Tuple[int, ...], Tuple[int, ...], str], ...]
     threads: int
+    tensors: str
 
     @staticmethod
-    def of(form: UpdateSpec, tensors: Sequence[Tensor]) -> Request:
-        """To compile a form for tensors like these, on as many threads as torch uses now."""
-        inputs = ((tuple(t.shape), t.stride(), str(t.dtype)[len("torch.") :]) for t in tensors)
-        return Request(form, tuple(inputs), torch.get_num_threads())
+    def of(form: UpdateSpec, inputs: Sequence[Tensor], tensors: str) -> Request:
+        """To compile a form for inputs like these, on as many threads as torch uses now.
+
+        Args:
+            form: of the update.
+            inputs: of the library.
+            tensors: digest of the state and the batch of the program.
+        """
+        return Request(form, _forms(inputs), torch.get_num_threads(), tensors)
 
     def to_json(self) -> str:
         """Write the request as JSON."""
@@ -280,7 +287,8 @@ class Request:
         """Read what :meth:`to_json` made."""
         values: Dict[str, Any] = json.loads(text)
         inputs = tuple((tuple(s), tuple(t), d) for s, t, d in values["inputs"])
-        return Request(UpdateSpec.of_json(values["form"]), inputs, values["threads"])
+        form = UpdateSpec.of_json(values["form"])
+        return Request(form, inputs, values["threads"], values["tensors"])
 
     def examples(self) -> List[Tensor]:
         """Tensors like the inputs, without values."""
@@ -299,8 +307,19 @@ class Request:
             "threads": str(self.threads),
             "graph": _digest(graph),
             "update": _digest(json.dumps(update, sort_keys=True)),
+            "tensors": self.tensors,
             "shapes": _digest(json.dumps(self.inputs)),
         }
+
+
+def _forms(tensors: Sequence[Tensor]) -> Tuple[Tuple[Tuple[int, ...], Tuple[int, ...], str], ...]:
+    """Shape, strides and dtype of each tensor."""
+    return tuple((tuple(t.shape), t.stride(), str(t.dtype)[len("torch.") :]) for t in tensors)
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """Digest of the shapes, strides and dtypes of tensors."""
+    return _digest(json.dumps(_forms(tensors)))
 
 
 def _digest(*texts: str) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from ipufit.core.compile_arguments import GRAPH, KERNELS
 from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.passes.simplify import (
-    Flow,
     call_directly,
     drop_unused,
     fuse_concats,
@@ -23,6 +22,7 @@ from ipufit.engines.embedded.passes.simplify import (
     value_of,
 )
 from ipufit.engines.embedded.timing import fastest
+from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
 from ipufit.utils import tree
 from ipufit.utils.malloc_policy import free_at_once, give_back_freed_memory
@@ -71,39 +71,40 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         jit: how to run; ways that are not of this module count as "auto".
         sums: how many of the last results are gradients that may go to other processes at once.
     """
-    nodes = copy.deepcopy(graph.graph)
-    simplify(nodes)
-    owner, meeting = graph, None
-    if sums:
+
+    def simplified() -> Tuple[fx.GraphModule, fx.Graph, Optional[CollectiveHooks]]:
+        """Copy what was recorded, without what nobody needs; what holds its tensors, and hooks."""
+        nodes = copy.deepcopy(graph.graph)
+        simplify(nodes)
+        if not sums:
+            return graph, nodes, None
         # Imported here: one process meets nobody.
         from ipufit.engines.embedded.passes.collective_hooks import insert_gradient_hooks
 
         owner = fx.GraphModule(graph, nodes)
-        meeting = insert_gradient_hooks(owner, sums)
+        return owner, nodes, insert_gradient_hooks(owner, sums)
 
     @functools.lru_cache(maxsize=None)
     def plain() -> Lowered:
         """Make what was recorded, which takes a while, where it is needed."""
+        owner, nodes, meeting = simplified()
         return Lowered(_compile(owner, nodes).forward, GRAPH, "", meeting)
 
-    if jit == GRAPH:
-        return plain()
-    others = copy.deepcopy(nodes)
-    what, measured = _with_kernels(others)
+    owner, nodes, meeting = simplified()
+    what, measured = ("", False) if jit == GRAPH else _with_kernels(nodes)
+    runs = _compile(owner, nodes)
     if not what:
-        return plain()
-    other = _compile(owner, others)
-    chosen = Lowered(other.forward, KERNELS, f"Runs {what}.", meeting)
+        return Lowered(runs.forward, GRAPH, "", meeting)
+    chosen = Lowered(runs.forward, KERNELS, f"Runs {what}.", meeting)
     seconds = [0.0, 0.0]
 
     def compared() -> Dict[str, Callable[[], object]]:
-        ways, flow = (plain(), chosen), Flow(nodes)
-        written = [flow.is_written(node) for node in nodes.nodes if node.op == "placeholder"]
+        ways, changed = (plain(), chosen), set(Memories(graph.graph).changed)
 
         def inputs() -> List[Tensor]:
             """Copy what a run writes into."""
-            pairs = zip(arguments, written)
-            return [value.clone() if changes else value for value, changes in pairs]
+            values = enumerate(arguments)
+            return [value.clone() if place in changed else value for place, value in values]
 
         with free_at_once():
             _compare(ways, inputs, seconds)
@@ -114,7 +115,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         if jit == KERNELS:
             compared()
             return chosen
-        key = (other.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
+        key = (runs.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
         if fastest(key, compared, first=seconds, expected=measured) == KERNELS:
             return chosen
         why = f"{what} would not be faster"

@@ -40,7 +40,7 @@ class Library:
         self._kept, self._after, self._fails, self._refuses = kept, after, fails, refuses
         self._operators = operators
 
-    def may_be_there(self):
+    def may_be_there(self, example):
         return self._kept
 
     def operators_of(self, recorded):
@@ -186,12 +186,12 @@ def test_another_program_is_another_choice():
 
 def test_asking_whether_anything_is_kept_makes_no_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "own"))
-    assert not LibraryStore.has_entries()
+    assert not LibraryStore.has_entries("ab")
     assert not (tmp_path / "own").exists()
     LibraryStore().scratch()
-    assert not LibraryStore.has_entries()
-    (tmp_path / "own" / "compiled" / "0123").mkdir()
-    assert LibraryStore.has_entries()
+    (tmp_path / "own" / "compiled" / "ab-0123").mkdir()
+    assert LibraryStore.has_entries("ab")
+    assert not LibraryStore.has_entries("cd")
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def described(monkeypatch):
         self._run, self.origin = one, "described"
 
     monkeypatch.setattr(CompiledUpdates, "_begin", begin)
-    monkeypatch.setattr(CompiledUpdates, "may_be_there", lambda self: True)
+    monkeypatch.setattr(CompiledUpdates, "may_be_there", lambda self, example: True)
     monkeypatch.setattr(training, "missing", lambda: None)
     return made
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="the store is for POSIX systems"),
 ]
 
-PARTS = {"torch": "2.13.0", "threads": "2", "shapes": "a", "graph": "b"}
+PARTS = {"torch": "2.13.0", "threads": "2", "tensors": "t", "shapes": "a", "graph": "b"}
 
 
 @pytest.fixture
@@ -82,6 +82,7 @@ def test_the_directory_is_chosen_by_the_environment(tmp_path, monkeypatch):
     [
         ({"torch": "2.14.0"}, "torch 2.13.0 -> 2.14.0"),
         ({"shapes": "c"}, "new shapes"),
+        ({"tensors": "u", "shapes": "c"}, "new shapes"),
         ({"graph": "c", "threads": "1"}, "threads 2 -> 1, new operators"),
     ],
 )
