@@ -110,7 +110,9 @@ class Slot:
         Do not use it where the storage of the flat tensor is freed while the tensor is in use.
         """
         part = flat.detach()[self.start : self.stop]
-        if type(flat) is Tensor and flat.device.type in _EXCHANGES and part.numel():
+        size = part.numel() * part.element_size()
+        is_part = 0 < size < flat.untyped_storage().nbytes()
+        if type(flat) is Tensor and flat.device.type in _EXCHANGES and is_part:
             part = from_dlpack(part)
         return self._shaped(part)
 
@@ -153,6 +155,22 @@ class FlatBlock:
         """Tensors by parameter name, as one new flat tensor."""
         return torch.cat([flatten_like(tensors[slot.name], slot.order) for slot in self.slots])
 
+    def flat(self, tensors: Dict[str, Tensor]) -> Tensor:
+        """Tensors by parameter name, as one flat tensor; a dense one that is alone, as it is."""
+        if len(self.slots) > 1:
+            return self.gather(tensors)
+        return flatten_like(tensors[self.slots[0].name], self.slots[0].order)
+
+
+# Elements of a parameter whose gradient takes longer to copy than a block to update.
+_LARGE = 2**18
+
+
+def large_apart(named: Sequence[Tuple[str, nn.Parameter]]) -> List[List[Tuple[str, nn.Parameter]]]:
+    """Put each large parameter into a part by itself: nothing is copied to join its gradient."""
+    small = [each for each in named if each[1].numel() < _LARGE]
+    return [small, *([each] for each in named if each[1].numel() >= _LARGE)]
+
 
 def group_alike(
     optimizer: torch.optim.Optimizer,
@@ -175,6 +193,8 @@ def group_alike(
 class FlatStorage:
     """Owns the memory of the trained parameters until released.
 
+    A parameter that is alone in its block stays where it is.
+
     Attributes:
         blocks: the layout.
         flats: one flat tensor per block.
@@ -190,7 +210,7 @@ class FlatStorage:
         self.indices: Dict[str, Tensor] = {}
         with torch.no_grad():
             for block in self.blocks:
-                flat = block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
+                flat = block.flat({slot.name: slot.parameter.detach() for slot in block.slots})
                 for slot in block.slots:
                     slot.parameter.data = slot.window(flat)
                     self.views[slot.name] = slot.view(flat)
@@ -234,6 +254,6 @@ class FlatStorage:
         """Give every parameter memory of its own, with the present values; safe twice."""
         with torch.no_grad():
             for block in self.blocks:
-                for slot in block.slots:
+                for slot in block.slots if len(block.slots) > 1 else ():
                     slot.parameter.data = slot.parameter.data.clone()
         self.blocks, self.flats, self.views = [], [], {}

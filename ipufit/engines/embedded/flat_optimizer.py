@@ -377,13 +377,16 @@ class RuleOptimizer(FlatOptimizer):
         for name in self._rule_of(block.group).all_tensors:
             present = [each for each in states if each[1].get(name) is not None]
             if present:
-                whole = torch.zeros_like(flat)
-                for slot, torch_state in present:
-                    slot.view(whole).copy_(torch_state[name])
+                tensors = {
+                    slot.name: torch.zeros_like(slot.parameter) if each is None else each
+                    for slot, each in ((slot, each.get(name)) for slot, each in states)
+                }
+                whole = block.flat(tensors).to(flat)
                 state[name] = self.memory.keep(whole)
                 for slot, torch_state in present:
                     torch_state[name] = slot.window(state[name])
-                give_back_freed_memory(whole.numel() * whole.element_size())
+                if len(states) > 1:
+                    give_back_freed_memory(whole.numel() * whole.element_size())
         return state
 
     def refresh(self, rows: Rows) -> None:
@@ -618,7 +621,8 @@ class RuleOptimizer(FlatOptimizer):
             while state:
                 # One after another: a copy takes as much memory again.
                 _, flat = state.popitem()
-                for slot in block.slots:
+                is_own = len(block.slots) == 1 and not self.memory.is_apart
+                for slot in () if is_own else block.slots:
                     torch_state = self._optimizer.state.get(slot.parameter, {})
                     for name, value in torch_state.items():
                         if isinstance(value, Tensor) and flat_of(value, [flat]) is not None:

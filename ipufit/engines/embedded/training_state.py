@@ -17,7 +17,7 @@ from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, parts_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.optim.several import members_of
-from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, large_apart
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import refuse_complex, refuse_shared_memory
 from ipufit.utils import tree
@@ -364,9 +364,8 @@ class TrainingState:
             parts.append([name for name in names if name not in divided])
             return [b for part in parts for b in layout([(n, self.parameters[n]) for n in part])]
         named = [(name, self.parameters[name]) for name in names]
-        if not self.spec.processes.is_distributed:
-            return layout(named)
-        return [block for bucket in buckets_of(named) for block in layout(bucket)]
+        divide = buckets_of if self.spec.processes.is_distributed else large_apart
+        return [block for part in divide(named) for block in layout(part)]
 
     def lay_out_gradients(self, turn: TurnState, names: Sequence[str]) -> Sequence[FlatBlock]:
         """Divide these parameters into blocks for the gradients of a module that runs eagerly.

@@ -282,10 +282,16 @@ def test_a_program_that_runs_holds_its_state_once(optimizer, states, without_col
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [("sgd", 1), ("adam", 2), ("amsgrad", 3)])
-def test_states_change_hands_one_after_another(optimizer, states, without_collections, monkeypatch):
-    """A fit takes them over from torch's optimizer, and gives them back at its end."""
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_states_change_hands_one_after_another(
+    is_alone, optimizer, states, without_collections, monkeypatch
+):
+    """A fit takes them over from torch's optimizer, and gives them back at its end.
+
+    Those of a parameter that is alone in its block stay where they are.
+    """
     before = len(sizes_of_large_tensors())
-    net = nn.Linear(256, 256, bias=False)
+    net = nn.Linear(256, 256, bias=not is_alone)
     make = {
         "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         "adam": torch.optim.Adam,
@@ -306,19 +312,32 @@ def test_states_change_hands_one_after_another(optimizer, states, without_collec
         counted.clear()
         model.fit(x, x, batch_size=4, verbose=0)
     weights = 1
-    taken = [("keep", weights + states + 1)] * states
-    assert counted == taken + [("for_torch", weights + states)] * states
+    taken = [("keep", weights + states + (not is_alone))] * states
+    # That of the weight, then that of the bias beside its copy.
+    given = [("for_torch", weights + states), ("for_torch", weights + states + 1)] * states
+    assert counted == taken + ([] if is_alone else given)
 
 
-@pytest.mark.parametrize(("parameters", "searches"), [(2**22, 1), (2**23, 3)])
-def test_the_heap_is_searched_for_what_large_states_were_in(parameters, searches, monkeypatch):
+class Scaled(nn.Module):
+    """Weights that are each too small for a block of their own, by the megabyte."""
+
+    def __init__(self, megabytes):
+        super().__init__()
+        weights = [nn.Parameter(torch.ones(2**18 - 1)) for _ in range(megabytes)]
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x):
+        return x * sum(weight.mean() for weight in self.weights)
+
+
+@pytest.mark.parametrize(("megabytes", "searches"), [(8, 1), (40, 3)])
+def test_the_heap_is_searched_for_what_large_states_were_in(megabytes, searches, monkeypatch):
     """Of each state of Adam, as a later fit takes it over; and in any case at the end."""
     searched = []
     library = types.SimpleNamespace(malloc_trim=searched.append)
-    net = nn.Linear(parameters, 1, bias=False)
-    model = ipufit.Model(net, engine="embedded")
+    model = ipufit.Model(Scaled(megabytes), engine="embedded")
     model.compile("adam", "mse", jit="graph")
-    x, y = torch.rand(1, parameters), torch.rand(1, 1)
+    x, y = torch.rand(1, 1), torch.rand(1, 1)
     model.fit(x, y, verbose=0)
     monkeypatch.setattr(malloc_policy, "_glibc", lambda: library)
     monkeypatch.setattr(malloc_policy, "keep_freed_memory", lambda: True)

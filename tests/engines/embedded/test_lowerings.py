@@ -219,6 +219,28 @@ def test_what_else_is_gathered_stays():
     assert [torch.equal(*pair) for pair in zip(graph(a, b), before)] == [True] * 4
 
 
+def test_what_is_joined_with_nothing_is_not_copied():
+    """Unless what it is in is an input's, a constant's, returned, or written later."""
+    constant = torch.rand(9)
+
+    def joined(a):
+        own, shared, late = a.exp(), a.sin(), a.cos()
+        wholes = [torch.cat([own]), torch.cat([shared]), torch.cat([shared]), torch.cat([late])]
+        late.mul_(2)
+        returned = a.tan()
+        return [*wholes, torch.cat([a]), torch.cat([constant]), torch.cat([returned]), returned]
+
+    a = torch.rand(9)
+    graph = capture(joined, [a])
+    before = graph(a)
+    fuse_concats(graph.graph)
+    graph.recompile()
+    after = graph(a)
+    assert all(map(torch.equal, after, before))
+    assert [str(node.target) for node in graph.graph.nodes].count("aten.cat.default") == 5
+    assert len({t.untyped_storage().data_ptr() for t in (*after, a, constant)}) == 10
+
+
 def fastest_is(monkeypatch, choice):
     """Let measurement find this way the fastest wherever there are several."""
     module = ipufit.engines.embedded.passes.select_kernels

@@ -45,6 +45,14 @@ class Flow:
         """Tell whether the memory of the node is an input's."""
         return self._memories.of(node) in self._given
 
+    def is_own(self, node: fx.Node) -> bool:
+        """Tell whether the memory of the node is the graph's, and nothing in it is returned."""
+        members = self._memories.members[self._memories.of(node)]
+        return all(
+            member.op == "call_function" and all(user.op != "output" for user in member.users)
+            for member in members
+        )
+
     def is_written(self, node: fx.Node) -> bool:
         """Tell whether anything writes into the memory of the node."""
         return self._memories.of(node) in self._memories.writes
@@ -191,7 +199,8 @@ def fuse_concats(graph: fx.Graph) -> int:
     """Make large matrix products write into the flat tensors that they are joined in.
 
     Into large flat tensors other large inputs are copied one by one, so that not all are in memory
-    beside the whole. Large flat tensors have the memory of those before.
+    beside the whole. Large flat tensors have the memory of those before. What is joined with
+    nothing is no copy.
 
     Returns:
         How many products do.
@@ -203,7 +212,12 @@ def fuse_concats(graph: fx.Graph) -> int:
             parts = _parts(node, flow)
             targets = [part.source.target for part in parts if part.source is not None]
             products = targets.count(_aten.mm.default)
-            if products or sum(part.size for part in parts) >= _SMALLEST_WHOLE:
+            if len(parts) == 1 and not products:
+                (source,) = (part.node for part in parts)
+                if flow.is_own(source) and not flow.is_written_after(source):
+                    node.replace_all_uses_with(source)
+                    graph.erase_node(node)
+            elif products or sum(part.size for part in parts) >= _SMALLEST_WHOLE:
                 _rewrite(graph, node, parts)
                 done += products
     return done
