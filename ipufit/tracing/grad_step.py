@@ -521,13 +521,15 @@ class GradStep(MicroBatchStep):
     """The function that is recorded for micro-batches of one shape."""
 
     def state_of(self, tensors: Sequence[Tensor]) -> Dict[str, Tensor]:
-        """State by name, at the front of these tensors; trained weights as roots of gradients."""
-        count = len(self.trained)
-        weights = [t.detach().requires_grad_(self._trains) for t in tensors[:count]]
-        state = dict(zip(self.names, [*weights, *tensors[count:]]))
-        for name, parameter in self.step.named_parameters():
-            if self._differentiates and parameter.requires_grad and not self._trains:
-                state[name] = state[name].detach().requires_grad_()
+        """State by name, at the front of these tensors; weights as roots of gradients.
+
+        Without gradients, too: torch chooses by ``requires_grad`` of weights how it multiplies.
+        """
+        state = dict(zip(self.names, tensors))
+        parameters = self.step.named_parameters()
+        roots = self.trained if self._trains else [n for n, p in parameters if p.requires_grad]
+        for name in roots:
+            state[name] = state[name].detach().requires_grad_()
         return state
 
     def _call(self, batch: Sequence[tree.Tree], state: Mapping[str, Tensor]) -> Evaluated:

@@ -175,24 +175,25 @@ def run_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
 
     Args:
         tensors: input (time, batch, features), initial states and parameters.
-        settings: the fields of a layer, and the places of the tensors whose gradients are wanted.
+        settings: the fields of a layer, the places of the tensors that require gradients, by
+            which torch chooses how it multiplies, and whether these are wanted.
 
     Returns:
         Output (time, batch, features), last states, and the reserve for the gradients.
     """
-    *fields, wanted = settings
+    *fields, requiring, is_wanted = settings
     layer = _Layer(*fields)
     # Weights that lie in parts are written again between the passes, with the same values.
     leaves = [tensor.data for tensor in tensors]
-    for place in wanted:
+    for place in requiring:
         leaves[place].requires_grad_()
-    with _autograd(bool(wanted)):
+    with _autograd(is_wanted):
         results = _call(layer, leaves)
         reserve = _reserve(tensors[0], 0)
-        if wanted:
-            size = _reserve_size(tensors, layer, wanted)
+        if is_wanted:
+            size = _reserve_size(tensors, layer)
             reserve = _Reserve.apply(  # type: ignore[no-untyped-call]
-                leaves[wanted[0]], size, (results, leaves)
+                leaves[requiring[0]], size, (results, leaves)
             )
     return [*(result.detach().contiguous() for result in results), reserve]
 
@@ -220,10 +221,8 @@ def _reserve(like: Tensor, size: int) -> Tensor:
     return torch.zeros(1, device=like.device).expand(size)
 
 
-def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int]) -> int:
+def _reserve_size(tensors: Sequence[Tensor], layer: _Layer) -> int:
     """Estimate the float32 values that torch keeps: the gates of every time step, twice."""
-    if not wanted:
-        return 0
     rows = sum(tensor.shape[0] for tensor in tensors[1 + layer.states :] if tensor.dim() == 2)
     time, batch, _ = tensors[0].shape
     return time * batch * rows * tensors[0].element_size() // 4
@@ -231,7 +230,7 @@ def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int
 
 def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
     """Make results of the forward pass without values, for tracing."""
-    *fields, wanted = settings
+    *fields, _, is_wanted = settings
     layer = _Layer(*fields)
     time, batch, _ = tensors[0].shape
     shapes: List[Tuple[int, ...]] = [(time, batch, layer.directions * tensors[1].shape[2])]
@@ -240,7 +239,7 @@ def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
         tensors[0].new_empty(shape, dtype=_DTYPES[dtype])
         for shape, dtype in zip(shapes, layer.dtypes)
     ]
-    size = _reserve_size(tensors, layer, wanted)
+    size = _reserve_size(tensors, layer) if is_wanted else 0
     return [*results, tensors[0].new_empty((size,), dtype=torch.float32)]
 
 
@@ -293,11 +292,12 @@ class _Gradient(torch.autograd.Function):
     """Autograd function that pairs the operator with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, settings: Sequence[Any], *tensors: Tensor) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, settings: Sequence[Any], requiring: Sequence[int], *tensors: Tensor
+    ) -> Tuple[Tensor, ...]:
         """Compute results and reserve."""
-        wanted = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-        results = _below_autograd(FORWARD, list(tensors), *settings, wanted)
-        ctx.wanted = wanted
+        results = _below_autograd(FORWARD, list(tensors), *settings, requiring, True)
+        ctx.wanted = requiring
         ctx.directions = _Layer(*settings).directions
         ctx.set_materialize_grads(False)
         ctx.reserve = results.pop()
@@ -320,7 +320,7 @@ class _Gradient(torch.autograd.Function):
             BACKWARD, reserve, list(gradients[:-1]), tensors, ctx.wanted, ctx.directions
         )
         by_place = dict(zip(ctx.wanted, computed))
-        return (None, *(by_place.get(place) for place in range(len(tensors))))
+        return (None, None, *(by_place.get(place) for place in range(len(tensors))))
 
 
 def _below_autograd(operator: Callable[..., List[Tensor]], *args: object) -> List[Tensor]:
@@ -332,18 +332,22 @@ def _below_autograd(operator: Callable[..., List[Tensor]], *args: object) -> Lis
 
 
 def _with_gradient(tensors: Sequence[Tensor], *settings: object) -> List[Tensor]:
-    """The operator above autograd, which knows whose gradients are wanted."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return list(_Gradient.apply(settings[:-1], *tensors))  # type: ignore[no-untyped-call]
-    return _below_autograd(FORWARD, tensors, *settings)
+    """The operator above autograd, which knows what requires gradients, and if they are wanted."""
+    requiring = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+    if not requiring:  # also what is recorded, when it runs
+        return _below_autograd(FORWARD, tensors, *settings)
+    fields = settings[:-2]
+    if torch.is_grad_enabled():
+        return list(_Gradient.apply(fields, requiring, *tensors))  # type: ignore[no-untyped-call]
+    return _below_autograd(FORWARD, tensors, *fields, requiring, False)
 
 
 # Of all operators of a recording; lives as long as the process: they would go with it.
 LIBRARY: Any = torch.library.Library("ipufit", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
     "recurrent(Tensor[] tensors, int states, str kind, bool has_biases, int num_layers, "
-    "float dropout_p, bool train, bool bidirectional, int? autocast, int[] dtypes, int[] wanted)"
-    " -> Tensor[]"
+    "float dropout_p, bool train, bool bidirectional, int? autocast, int[] dtypes, "
+    "int[] requiring, bool is_wanted) -> Tensor[]"
 )
 LIBRARY.define(
     "recurrent_backward(Tensor reserve, Tensor?[] gradients, Tensor[] tensors, int[] wanted, "
@@ -414,7 +418,7 @@ def call_whole(kind: str, kernels: _Kernels, /, *args: Any, **kwargs: Any) -> Tu
     )
     if layer.autocast is not None:
         layer = layer._replace(dtypes=_tried_dtypes(layer, tensors, kernels))
-    output, *last, _ = FORWARD(tensors, *layer, [])
+    output, *last, _ = FORWARD(tensors, *layer, [], False)
     return (output.transpose(0, 1) if values["batch_first"] else output, *last)
 
 

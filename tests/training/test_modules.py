@@ -550,6 +550,35 @@ def test_evaluate_and_predict_equal_the_module(kind):
         assert net.norm.num_batches_tracked == 1 if kind is CNN else True
 
 
+class OverTime(nn.Module):
+    """A layer on time steps (batch, time, features) in torch's order, and one on its features."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        result = self.layer(x.transpose(0, 1))
+        steps = result[0] if isinstance(result, tuple) else result
+        return self.head(steps.transpose(0, 1)).mean(1)
+
+
+@embedded_only("a device rounds as it does")
+@pytest.mark.parametrize("frozen", [False, True], ids=["trains", "frozen"])
+@pytest.mark.parametrize("layer", [nn.Linear, nn.GRU], ids=lambda layer: layer.__name__)
+def test_predictions_have_the_bits_of_the_module(layer, frozen):
+    """Torch multiplies otherwise with weights that require gradients, even where it makes none."""
+    torch.manual_seed(0)
+    net = OverTime(layer(5, 6).requires_grad_(not frozen))
+    model = ipufit.Model(net)
+    model.compile("sgd", "cross_entropy")
+    x = torch.randn(64, 7, 5)
+    with torch.no_grad():
+        expected = torch.cat([net(part) for part in x.split(4)])
+    assert torch.equal(model.predict(x, batch_size=4, verbose=0), expected)
+
+
 @pytest.mark.long("ipu-standin")
 def test_predict_needs_no_target_and_no_compiled_shapes():
     """Batches of inputs alone are what one predicts on."""
