@@ -163,7 +163,7 @@ def _kind(arguments: DataArguments) -> str:
     if tree.is_sequence(x):
         if arguments.y is not None and x is arguments.x:
             return "arrays"
-        _refuse_bare_sequence(x, arguments.role)
+        _refuse_bare_sequence(x, arguments.role, arguments.form)
     kind = type(x)
     has_hooks = hasattr(kind, "on_epoch_end")
     return "batches" if has_hooks and hasattr(kind, "__getitem__") else "loader"
@@ -185,13 +185,20 @@ def _refuse_combined_batches(loader: Any, role: str) -> None:
         )
 
 
-def _refuse_bare_sequence(x: Any, role: str) -> None:
+def _refuse_bare_sequence(x: Any, role: str, form: Optional[BatchForm]) -> None:
     """A list is a list of batches; of a tuple of arrays nobody knows what it means."""
     if isinstance(x, tuple) and x and all(is_array(part) for part in x):
+        if form is not None:
+            raise DataError(
+                f"{role} must be one input, or all inputs that {form.name}.forward takes "
+                f"({', '.join(form.parameters or ['any names'])}), got a tuple of {len(x)} tensors "
+                "or arrays. Pass the input by itself and without a target, predict(x); batches as "
+                "a list, predict([(first,), (second,)])."
+            )
         raise DataError(
             f"{role} must say what each part is, got a tuple of {len(x)} tensors or arrays. Pass "
-            "inputs and target separately, fit(x, y); several inputs as fit((first, second), "
-            "y), or by name, {'first': first, 'second': second}."
+            "the target as y, and several inputs as x=(first, second) or, by name, "
+            "x={'first': first, 'second': second}."
         )
     leaves = tree.flatten(x[0])[0] if x else []
     if x and isinstance(x[0], Mapping) and not any(map(is_array, leaves)):

@@ -134,11 +134,13 @@ def at_least(name: str, value: Any, least: int, also: str = "") -> int:
     Raises:
         ConfigurationError: it is no integer, or a smaller one.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-        raise ConfigurationError(
-            f"{name} must be an integer of at least {least}{also}, got {value!r}."
-        )
-    return operator.index(value)
+    # An array with several elements has the method, but is no index.
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)
+        if number >= least and not isinstance(value, bool):
+            return number
+    shown = reprlib.repr(value)
+    raise ConfigurationError(f"{name} must be an integer of at least {least}{also}, got {shown}.")
 
 
 def one_of(name: str, value: T, choices: object, advice: str = "") -> T:

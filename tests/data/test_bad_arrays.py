@@ -254,8 +254,15 @@ def test_datasets_without_samples_are_refused(make):
 def test_predict_refuses_a_tuple_of_arrays():
     """It could be inputs and target, or two inputs."""
     model = compiled()
-    with refused(model, DataError, "prediction data must say what each part is", part=True):
+    text = (
+        "prediction data must be one input, or all inputs that Net.forward takes (x), got a tuple "
+        "of 2 tensors or arrays. Pass the input by itself and without a target, predict(x); "
+        "batches as a list, predict([(first,), (second,)])."
+    )
+    with refused(model, DataError, text):
         model.predict((X, Y), verbose=0)
+    with refused(model, ConfigurationError, "batch_size must be an integer", part=True):
+        model.predict(X, Y, verbose=0)
     assert model.predict({"x": X}, verbose=0).shape == (8, 3)
     assert model.predict(X.numpy(), batch_size=3, verbose=0).shape == (8, 3)
 
