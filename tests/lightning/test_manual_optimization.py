@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.errors import CaptureError, ConfigurationError, LossError
+from ipufit.errors import CaptureError, ConfigurationError, LossError, OptimizerError
 from tests.lightning import pl
 from tests.lightning.twins import by_lightning
 
@@ -320,3 +320,15 @@ def test_optimizers_come_from_configure_optimizers_alone():
         ConfigurationError, match="must return the optimizers that training_step uses"
     ):
         ipufit.Model.from_lightning(Bare()).fit(batches(), verbose=0)
+
+
+def test_an_optimizer_that_evaluates_again_needs_automatic_optimization():
+    """A closure in the step is run once, but LBFGS calls it several times in an update."""
+
+    class Second(OneOptimizer):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.critic.parameters())
+
+    text = "one loss, which training_step of a LightningModule returns, or use another optimizer."
+    with pytest.raises(OptimizerError, match=re.escape(text)):
+        ipufit.Model.from_lightning(Second()).fit(batches(), verbose=0)

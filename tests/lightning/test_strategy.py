@@ -118,6 +118,28 @@ def test_a_plateau_watches_the_metrics_of_the_trainer():
     assert_same_metrics(expected, trainer)
 
 
+def closures(parameters):
+    options = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+    return torch.optim.LBFGS(parameters, **options)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("device_iterations", [1, 3])
+def test_lbfgs_ends_with_the_weights_of_the_cpu(device_iterations, clip):
+    """Lightning calls it with a closure of training_step; the program evaluates within an update.
+
+    What is logged is the loss before the update, in Lightning that of the last evaluation.
+    """
+    one, two = twins(Classifier(closures))
+    by_lightning(one, "fit", BATCHES, max_epochs=2, gradient_clip_val=clip)
+    strategy = IPUStrategy(device_iterations=device_iterations)
+    trainer, _ = by_ipufit(
+        two, "fit", BATCHES, max_epochs=2, gradient_clip_val=clip, strategy=strategy
+    )
+    assert largest_difference(one, two) < TOLERANCE
+    assert trainer.global_step == 2 * -(-6 // device_iterations)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("device_iterations", [1, 4])
 def test_evaluations_and_predictions_are_those_of_the_cpu(devices, device_iterations):

@@ -21,6 +21,7 @@ X, Y = data(210)
 FIFTY = DataLoader(TensorDataset(X[:200], Y[:200]), batch_size=4)
 RAGGED = DataLoader(TensorDataset(X[:41], Y[:41]), batch_size=4)
 
+TURNS = "losses that take turns, as TrainStep and manual optimization have them"
 SEARCHES = pytest.mark.parametrize("search", [None, "strong_wolfe"], ids=["fixed", "wolfe"])
 
 
@@ -379,9 +380,9 @@ def test_a_step_of_ones_own_is_evaluated_again():
         (
             "lbfgs",
             [ipufit.TrainStep(critic, moves={n: "*"}) for n in "ab"],
-            "losses that take turns",
+            TURNS,
         ),
-        ("lbfgs", ipufit.TrainStep(critic, repeat=2), "losses that take turns"),
+        ("lbfgs", ipufit.TrainStep(critic, repeat=2), TURNS),
     ],
     ids=["dict", "two", "turns", "repeated"],
 )
@@ -389,7 +390,8 @@ def test_it_is_the_only_optimizer_of_one_loss(optimizer, loss, came):
     """An update of several has no loss that all of them could go down."""
     text = (
         "LBFGS evaluates the loss again within an update, and so must be the only optimizer and "
-        f"have one loss, but got {came}. Pass it alone, with one loss, or use another optimizer."
+        f"have one loss, but got {came}. Pass it alone, with one loss, which training_step of a "
+        "LightningModule returns, or use another optimizer."
     )
     with pytest.raises(OptimizerError, match=re.escape(text)):
         ipufit.Model(net()).compile(optimizer, loss)

@@ -70,13 +70,15 @@ class EmbeddedEngine(EngineContext):
                 losses.
         """
         check_devices([*module.named_parameters(), *module.named_buffers()])
-        came = "losses that take turns" if loss.turns else "a dict or list of optimizers"
+        turns = "losses that take turns, as TrainStep and manual optimization have them"
+        came = turns if loss.turns else "a dict or list of optimizers"
         for member in () if optimizer is None else members_of(optimizer).values():
             if evaluates_again(member) and (loss.turns or member is not optimizer):
                 raise OptimizerError(
                     f"{type(member).__name__} evaluates the loss again within an update, and so "
                     f"must be the only optimizer and have one loss, but got {came}. Pass it "
-                    "alone, with one loss, or use another optimizer."
+                    "alone, with one loss, which training_step of a LightningModule returns, or "
+                    "use another optimizer."
                 )
         if loss.turns:
             _refuse_with_turns(config)
