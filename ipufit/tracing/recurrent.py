@@ -292,13 +292,11 @@ class _Gradient(torch.autograd.Function):
     """Autograd function that pairs the operator with its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, settings: Sequence[Any], requiring: Sequence[int], *tensors: Tensor
-    ) -> Tuple[Tensor, ...]:
+    def forward(ctx: Any, settings: Sequence[Any], *tensors: Tensor) -> Tuple[Tensor, ...]:
         """Compute results and reserve."""
-        results = _below_autograd(FORWARD, list(tensors), *settings, requiring, True)
-        ctx.wanted = requiring
-        ctx.directions = _Layer(*settings).directions
+        results = _below_autograd(FORWARD, list(tensors), *settings)
+        *fields, ctx.wanted, _ = settings
+        ctx.directions = _Layer(*fields).directions
         ctx.set_materialize_grads(False)
         ctx.reserve = results.pop()
         vars(ctx.reserve)[_MARK] = True
@@ -320,7 +318,7 @@ class _Gradient(torch.autograd.Function):
             BACKWARD, reserve, list(gradients[:-1]), tensors, ctx.wanted, ctx.directions
         )
         by_place = dict(zip(ctx.wanted, computed))
-        return (None, None, *(by_place.get(place) for place in range(len(tensors))))
+        return (None, *(by_place.get(place) for place in range(len(tensors))))
 
 
 def _below_autograd(operator: Callable[..., List[Tensor]], *args: object) -> List[Tensor]:
@@ -334,12 +332,11 @@ def _below_autograd(operator: Callable[..., List[Tensor]], *args: object) -> Lis
 def _with_gradient(tensors: Sequence[Tensor], *settings: object) -> List[Tensor]:
     """The operator above autograd, which knows what requires gradients, and if they are wanted."""
     requiring = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-    if not requiring:  # also what is recorded, when it runs
-        return _below_autograd(FORWARD, tensors, *settings)
-    fields = settings[:-2]
-    if torch.is_grad_enabled():
-        return list(_Gradient.apply(fields, requiring, *tensors))  # type: ignore[no-untyped-call]
-    return _below_autograd(FORWARD, tensors, *fields, requiring, False)
+    if requiring:  # else it may be what is recorded, when it runs
+        settings = (*settings[:-2], requiring, torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            return list(_Gradient.apply(settings, *tensors))  # type: ignore[no-untyped-call]
+    return _below_autograd(FORWARD, tensors, *settings)
 
 
 # Of all operators of a recording; lives as long as the process: they would go with it.

@@ -174,6 +174,41 @@ def test_a_frozen_parameter_that_forward_changes_goes_back_too(way, di, accumula
     assert_same_bits(trained(12), trained(10))
 
 
+class FollowedLater(Followed):
+    """Its frozen layer follows from the fifth micro-batch on, in one of two ways."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls < 5:
+            return self.layer(x) + self.slow(x)
+        if not self.by_data:
+            return super().forward(x)
+        for slow, fast in zip(self.slow.parameters(), self.layer.parameters()):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        return self.layer(x) + self.slow(x)
+
+
+@runs_eagerly
+@pytest.mark.parametrize("by_data", [False, True], ids=["in place", "assigned"])
+@pytest.mark.parametrize("di", [1, 12])
+def test_a_parameter_that_forward_changes_later_goes_back_too(di, by_data):
+    """The module itself may do something else in every micro-batch."""
+    states = []
+    for updates in (12, 10):
+        net = FollowedLater(by_data)
+        model = ipufit.Model(net)
+        model.compile("sgd", "mse", run_eagerly=True)
+        x = torch.ones(4 * updates, 2)
+        x[4 * 10 :] = math.nan
+        with contextlib.suppress(NonFiniteLossError):
+            model.fit(x, x[:, :1], batch_size=4, shuffle=False, device_iterations=di, verbose=0)
+        assert net.calls == min(updates, 11)
+        states.append(flat(net.state_dict()))
+    assert_same_bits(*states)
+
+
 @pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])

@@ -85,6 +85,7 @@ class EagerStep(MicroBatchStep):
         state = dict(zip(self.names, tensors))
         self.indices = {}
         moved = []
+        versions = {name: parameter._version for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != state[name].data_ptr():
                 moved.append((parameter, parameter.data))
@@ -99,7 +100,13 @@ class EagerStep(MicroBatchStep):
                 if _restore(state[name], places) and state[name] is not buffer:
                     _assign(buffer, places)
             for name, parameter in self._parameters.items():
-                _keep_data(parameter, state[name])
+                # Its data may be other memory now.
+                data, tensor = parameter.data, state[name]
+                is_other = data.data_ptr() != tensor.data_ptr() and _copy_alike(data, tensor)
+                if is_other:
+                    parameter.data = tensor
+                if is_other or parameter._version != versions[name]:
+                    self.written.add(name)
             for parameter, data in moved:
                 parameter.data = data
 
@@ -146,14 +153,14 @@ def _assign(tensor: Tensor, places: Sequence[_Owner]) -> None:
         setattr(owner, key, tensor)
 
 
-def _keep_data(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Have a parameter look into its tensor again, with the value that forward has put there."""
-    data = parameter.data
-    form = (tensor.shape, tensor.dtype, tensor.device)
-    if data.data_ptr() != tensor.data_ptr() and (data.shape, data.dtype, data.device) == form:
-        with torch.no_grad():
-            tensor.copy_(data)
-        parameter.data = tensor
+def _copy_alike(value: Tensor, tensor: Tensor) -> bool:
+    """Copy a value into a tensor, and return True, if it has the form of that."""
+    forms = [(t.shape, t.dtype, t.device, t.layout) for t in (value, tensor)]
+    if forms[0] != forms[1]:
+        return False
+    with torch.no_grad():
+        tensor.copy_(value)
+    return True
 
 
 def _restore(tensor: Tensor, places: Sequence[_Owner]) -> bool:
@@ -166,11 +173,8 @@ def _restore(tensor: Tensor, places: Sequence[_Owner]) -> bool:
     value = dict(owner._buffers.items()).get(key)
     if value is tensor:
         return True
-    form = (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
-    if value is None or (value.shape, value.dtype, value.device, value.layout) != form:
+    if value is None or not _copy_alike(value, tensor):
         return False
-    with torch.no_grad():
-        tensor.copy_(value)
     _assign(tensor, places)
     return True
 

@@ -441,9 +441,20 @@ class TrainingState:
         tensors = [views[n] if n in views else parameters[n].detach() for n in names]
         return [*tensors, *buffers.values()]
 
-    def note_written(self, names: Collection[str]) -> None:
-        """Have these parameters, which micro-batches change in place, go back as buffers do."""
-        self.written.update({n: self.storage.views.get(n, self.parameters[n].data) for n in names})
+    def note_written(self, names: Collection[str]) -> bool:
+        """Have parameters that micro-batches change in place go back as buffers do.
+
+        Args:
+            names: of all that they change in place.
+
+        Returns:
+            Whether a parameter among them is new.
+        """
+        written = set() if self.spec.divides_weights else self.parameters.keys() & names
+        is_new = not written <= self.written.keys()
+        views = self.storage.views
+        self.written.update({n: views.get(n, self.parameters[n].data) for n in written})
+        return is_new
 
     def call_arguments(self, state: Sequence[Tensor], leaves: Sequence[Tensor]) -> List[Tensor]:
         """All that a recording takes: the state, a batch's leaves and the loss scale, if any."""

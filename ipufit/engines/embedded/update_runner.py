@@ -202,7 +202,6 @@ class UpdateRunner(UpdateWay):
         is_sum = self._spec.config.outputs.mode == "sum"
         wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
         results = ExecutionOutputs(wanted, self._spec.plan.replicas if is_sum else 0)
-        has_buffers = any(state.in_place)
         moves = execution.moves or [self._only_move] * len(updates)
         for index, update in enumerate(updates):
             move = moves[index]
@@ -213,7 +212,7 @@ class UpdateRunner(UpdateWay):
             left = None if left_out is None else index in left_out
             self._with_grad, self._indices = set(), {}
             # Where an update is known to be made, nobody needs this: what fails takes all back.
-            saves = has_buffers and left is not False
+            saves = left is not False and any(state.in_place)
             saved = [copy_of(buffers) for buffers in state.in_place] if saves else []
             reported = len(results.numbers)
             try:
@@ -274,7 +273,8 @@ class UpdateRunner(UpdateWay):
         return gradients
 
     def _note(self, micro: MicroBatchStep) -> None:
-        """Note where the gradients of a micro-batch of the present update are."""
+        """Note where the gradients of a micro-batch are, and what it has changed in place."""
+        self._state.note_written(micro.written)
         self._with_grad |= micro.with_grad
         for name, indices in micro.indices.items():
             self._indices.setdefault(name, []).append(indices)

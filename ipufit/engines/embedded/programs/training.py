@@ -175,9 +175,8 @@ class TrainingProgram(BaseProgram):
         recorded = self._engine.record(
             spec, example, turn.trained, fixed, arguments, layout, turn.step, bound
         )
-        written = recorded.micro.written.intersection(state.parameters)
-        if written.difference(state.written) and not self._spec.divides_weights:
-            state.note_written(written)
+        written = recorded.micro.written
+        if written and state.note_written(written):
             self.way.forget()
         names, sparse = recorded.micro.with_gradient, sparse_parameters(spec.optimizer)
         dense = recorded.micro.with_grad.difference(recorded.micro.indices)
