@@ -291,15 +291,6 @@ def stored(state: Mapping[str, object], name: str, kind: Callable[[Any], T]) -> 
     return kind(state[name])
 
 
-def stored_or_none(state: Mapping[str, object], name: str, kind: Callable[[Any], T]) -> Optional[T]:
-    """Read a value of a callback's state in a checkpoint, which may be None.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is not of that kind.
-    """
-    return None if state[name] is None else kind(state[name])
-
-
 def whole(owner: Callback, name: str, value: object, least: int = 0) -> int:
     """Check that an argument of a callback is an integer of at least ``least``, and return it.
 

@@ -6,23 +6,25 @@ import datetime
 import math
 import re
 import time
-from typing import Dict, Literal, Mapping, Optional, Tuple, Union, get_args
+from typing import Dict, Literal, Mapping, Optional, Tuple, Type, TypeVar, Union, get_args
 
-from ipufit.callbacks.callback import (
-    Callback,
-    Logs,
-    finite,
-    missing_value,
-    one_of,
-    stored,
-    stored_or_none,
-    whole,
-)
+from ipufit.callbacks.callback import Callback, Logs, finite, missing_value, one_of, stored, whole
 from ipufit.callbacks.history import improves, required_direction
 from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import WeightsCopy
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.utils.console import say
+
+T = TypeVar("T")
+
+
+def _stored_or_none(state: Mapping[str, object], name: str, kind: Type[T]) -> Optional[T]:
+    """Read a value of a callback's state in a checkpoint, which may be None.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not of that kind.
+    """
+    return None if state[name] is None else stored(state, name, kind)
 
 
 class Monitor(Callback):
@@ -72,7 +74,7 @@ class Monitor(Callback):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._was_there = bool(state["was_there"])
-        self.best = stored_or_none(state, "best", float)
+        self.best = _stored_or_none(state, "best", float)
 
     def _current(self, logs: Logs) -> Optional[float]:
         """The watched value; None in an epoch that has it not, such as one without validation.
@@ -169,8 +171,8 @@ class EarlyStopping(Monitor):
         """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.wait = stored(state, "wait", int)
-        self.best_epoch = stored_or_none(state, "best_epoch", int)
-        self.stopped_epoch = stored_or_none(state, "stopped_epoch", int)
+        self.best_epoch = _stored_or_none(state, "best_epoch", int)
+        self.stopped_epoch = _stored_or_none(state, "stopped_epoch", int)
         if state["weights"] is not None:
             self._snapshot = WeightsCopy(self.model.module)
             self._snapshot.load_state_dict(stored(state, "weights", dict))

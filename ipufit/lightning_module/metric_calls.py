@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import (
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NoReturn,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -51,7 +40,9 @@ class _MetricCall:
     structure: tree.Structure
     leaves: Tuple[object, ...]
 
-    def arguments(self, tensors: Sequence[Tensor]) -> Tuple[Tuple[object, ...], Dict[str, object]]:
+    def arguments(
+        self, tensors: Tuple[Tensor, ...]
+    ) -> Tuple[Tuple[object, ...], Dict[str, object]]:
         """Return positional and named arguments around these tensors."""
         leaves = [
             tensors[each.index] if isinstance(each, _TensorIndex) else each for each in self.leaves

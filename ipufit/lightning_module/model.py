@@ -7,18 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -48,14 +37,11 @@ from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.names import with_hints
 
-if TYPE_CHECKING:
-    from ipufit.analysis.check import CheckReport
-
 # Arguments of fit that make the count of updates another than that of the loader's batches.
 _RECOUNTING = ("steps_per_epoch", "loading", "validation_split")
 
 
-@with_hints("check", test="evaluate")
+@with_hints(test="evaluate")
 class LightningModel(StepsModel):
     """Model that calls the steps of a LightningModule as recorded programs.
 
@@ -350,16 +336,6 @@ class LightningModel(StepsModel):
         self._ready()
         with acting_as(self.module, "predict"):
             return super().predict_on_batch(x)
-
-    def summary(self, x: object = None, **options: Any) -> None:
-        """Print the layers and, for a batch as the loader gives it, the shapes in the steps."""
-        self._ready()
-        super().summary(x, **options)
-
-    def check(self, x: object = None) -> CheckReport:
-        """Check the steps for code that would behave differently in a recorded program."""
-        self._ready()
-        return super().check(x)
 
     @property
     def hyperparameters(self) -> Dict[str, Any]:

@@ -28,15 +28,18 @@ from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.inspection import MetricObject, is_collection, is_metric, metrics_in
 from ipufit.lightning_module.metric_calls import MetricKey, find_calls
 from ipufit.lightning_module.steps import Steps
-from ipufit.metrics.kinds import is_plain, merge_states, refuse_unjoined, restore, stored
+from ipufit.metrics.kinds import Metric, is_plain, merge_states, refuse_unjoined, restore, stored
 from ipufit.metrics.metric_set import random_like
-from ipufit.metrics.values import shapes
+from ipufit.metrics.values import number_of, shapes
 from ipufit.processes import Processes
 from ipufit.utils import tree
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng, replaced
 
 Objects = Mapping[str, MetricObject]
+
+# What to do about a logged metric that computes several numbers.
+_BY_PARTS = "compute it in an on_..._epoch_end and log its parts"
 
 
 class ModuleMetrics:
@@ -150,7 +153,7 @@ class ModuleMetrics:
                 "self.log_dict."
             )
         self._late.append(paths[id(metric)])
-        return _as_number(metric.compute(), f"self.{paths[id(metric)]}")
+        return number_of(f"self.{paths[id(metric)]}", metric.compute(), _BY_PARTS)
 
     @contextlib.contextmanager
     def shown(self, role: str, processes: Optional[Processes] = None) -> Iterator[None]:
@@ -199,22 +202,6 @@ def _is_in(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
-def _as_number(value: object, name: str) -> float:
-    """Convert the value of a metric to one real number.
-
-    Raises:
-        MetricError: it is not.
-    """
-    if isinstance(value, (bool, int, float)):
-        return float(value)
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    raise MetricError(
-        f"metric {name!r} must give a scalar, got {shapes(value)}. Average it, for example with "
-        "average='macro', or compute it in an on_..._epoch_end and log its parts."
-    )
-
-
 def _members(metric: nn.Module) -> List[Any]:
     return [each for each in metric.modules() if hasattr(each, "_update_count")]
 
@@ -230,7 +217,7 @@ def _without_sync(metric: MetricObject) -> contextlib.AbstractContextManager[Non
     return replaced(*((each, name, False) for each in _members(metric) for name in names))
 
 
-class StepMetrics:
+class StepMetrics(Metric):
     """Metric of ipufit for the values over an epoch of the metrics that a step logs.
 
     They are updated by :class:`MeasuredProgram`.
@@ -243,9 +230,7 @@ class StepMetrics:
     """
 
     name = "of the steps"
-    writes = counts = False
     exact = lasts = True
-    fields: Tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -301,7 +286,10 @@ class StepMetrics:
         for name, path in self._metrics.epochs(self._role).items():
             metric = _metric_at(objects, path)
             with _without_sync(metric):
-                values[name] = _as_number(metric.compute(), name) if _has_seen(metric) else math.nan
+                if _has_seen(metric):
+                    values[name] = number_of(name, metric.compute(), _BY_PARTS)
+                else:
+                    values[name] = math.nan
         return values
 
     def state_dict(self) -> Dict[str, Dict[str, Any]]:
@@ -431,22 +419,21 @@ def _update_metrics(
     """Update the metrics with a micro-batch, and return the values that are logged of it."""
     wanted = {value.call for value in key.values}
     results: Dict[int, Any] = {}
-    for number_of, call in enumerate(key.calls):
+    for place, call in enumerate(key.calls):
         metric = _metric_at(objects, call.path)
         args, kwargs = call.arguments(tuple(_beside(metric, each) for each in tensors))
         with _named_failure(f"self.{call.path}", args, kwargs), torch.no_grad(), _without_sync(
             metric
         ):
-            if number_of in wanted:
-                results[number_of] = metric(*args, **kwargs)
+            if place in wanted:
+                results[place] = metric(*args, **kwargs)
             else:
                 metric.update(*args, **kwargs)
     values = {}
     for value in key.values:
         result = results[value.call]
-        values[value.name] = _as_number(
-            result if value.key is None else result[value.key], value.name
-        )
+        result = result if value.key is None else result[value.key]
+        values[value.name] = number_of(value.name, result, _BY_PARTS)
     return values
 
 
@@ -475,7 +462,7 @@ def _try(key: MetricKey, objects: Objects, tensors: Sequence[Tensor]) -> None:
             except Exception:
                 # Of so few samples it may have no value.
                 continue
-            _as_number(value, name)
+            number_of(name, value, _BY_PARTS)
 
 
 @contextlib.contextmanager

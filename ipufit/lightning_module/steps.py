@@ -18,6 +18,7 @@ from ipufit.lightning_module.metric_calls import MetricCalls
 from ipufit.lightning_module.trainer_proxy import BatchIndex, StepTrainerProxy
 from ipufit.partition.own_blocks import blocks_without_end
 from ipufit.utils import tree
+from ipufit.utils.state import replaced
 
 _ROLE = "_ipufit_role"
 # Why metric objects can't be called, and what to do.
@@ -154,16 +155,9 @@ def steps_of(module: nn.Module) -> Steps:
     return steps
 
 
-@contextlib.contextmanager
-def acting_as(steps: Steps, role: str) -> Iterator[None]:
+def acting_as(steps: Steps, role: str) -> ContextManager[None]:
     """Run this step in eval mode, in the block."""
-    there = vars(steps)
-    before = there[_ROLE]
-    there[_ROLE] = role
-    try:
-        yield
-    finally:
-        there[_ROLE] = before
+    return replaced((steps, _ROLE, role))
 
 
 def _size(batch: object) -> int:

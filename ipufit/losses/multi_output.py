@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -229,6 +229,22 @@ def _weight_of(sample_weight: object, part: OutputLoss) -> object:
     if is_by_name and part.key not in children(sample_weight):
         return None
     return pick(sample_weight, part.key, _WEIGHT, LossError)
+
+
+def shared_reduction(parts: Sequence[OutputLoss]) -> Literal["mean", "sum"]:
+    """Return the reduction that all have.
+
+    Raises:
+        LossError: they differ.
+    """
+    kinds = {part.loss.reduction for part in parts}
+    if len(kinds) > 1:
+        each = ", ".join(f"{label(part.key)} {part.loss.reduction!r}" for part in parts)
+        raise LossError(
+            f"several losses must all be means or all be sums, got {each}. Otherwise their ratio "
+            "would depend on the size of the micro-batch; use one reduction."
+        )
+    return parts[0].loss.reduction
 
 
 def joined_module(parts: Sequence[OutputLoss]) -> Optional[nn.Module]:

@@ -7,18 +7,7 @@ import functools
 import inspect
 import math
 import numbers
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Callable,
-    Dict,
-    List,
-    Literal,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Dict, List, Literal, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -35,9 +24,6 @@ from ipufit.losses.loss import Loss, WholeBatch
 from ipufit.losses.named import by_name
 from ipufit.losses.train_step import TrainStep, resolve_steps
 from ipufit.utils.names import check_log_name
-
-if TYPE_CHECKING:
-    from ipufit.losses.multi_output import OutputLoss
 
 _REDUCTIONS: Dict[str, Literal["mean", "sum"]] = {
     "mean": "mean",
@@ -270,7 +256,7 @@ def _of_steps(steps: Sequence[object], loss_weights: object, options: Mapping[st
 
 def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Loss:
     # Imported here: most models have one loss.
-    from ipufit.losses.multi_output import OutputLoss, SeveralLosses, joined_module
+    from ipufit.losses import multi_output
 
     by_key = isinstance(loss, Mapping)
     items: List[Tuple[Any, object]] = list(loss.items() if by_key else enumerate(loss))
@@ -280,7 +266,7 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
             "tokens. Pass one callable loss(prediction, target) that returns (mean, count)."
         )
     weights = _loss_weights(loss_weights, items, by_key)
-    parts: List[OutputLoss] = []
+    parts: List[multi_output.OutputLoss] = []
     log_names: List[str] = []
     for key, entry in items:
         if by_key and (not isinstance(key, str) or not key):
@@ -306,31 +292,20 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
                 # Of several targets none is the only one.
                 one = dataclasses.replace(one, targets=())
             _check_options(one)
-            parts.append(OutputLoss(key, one, weights[key]))
+            parts.append(multi_output.OutputLoss(key, one, weights[key]))
     if not parts:
         raise LossError(
             f"at least one output must have a loss, got {loss!r}. Pass for example "
             "loss={'output': 'mse'}, or loss=None when the module returns (outputs, loss)."
         )
-    return SeveralLosses(
+    return multi_output.SeveralLosses(
         name="several losses",
-        module=joined_module(parts),
-        reduction=_shared_reduction(parts),
+        module=multi_output.joined_module(parts),
+        reduction=multi_output.shared_reduction(parts),
         parts=tuple(parts),
         positions=None if by_key else len(items),
         **options,
     )
-
-
-def _shared_reduction(parts: Sequence[OutputLoss]) -> Literal["mean", "sum"]:
-    kinds = {part.loss.reduction for part in parts}
-    if len(kinds) > 1:
-        each = ", ".join(f"{label(part.key)} {part.loss.reduction!r}" for part in parts)
-        raise LossError(
-            f"several losses must all be means or all be sums, got {each}. Otherwise their ratio "
-            "would depend on the size of the micro-batch; use one reduction."
-        )
-    return parts[0].loss.reduction
 
 
 def _loss_weights(

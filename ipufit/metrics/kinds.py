@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import numbers
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder, as_weights
 from ipufit.core.outputs import Key, pick
 from ipufit.errors import MetricError
-from ipufit.metrics.values import Part, shapes
+from ipufit.metrics.values import Part, number_of
 
 # The state of an object of torchmetrics: what it has declared, or says itself.
 State = Dict[str, Any]
@@ -275,7 +274,7 @@ class TorchMetricAdapter(Metric):
         result = self._metric.compute()
         if isinstance(result, Mapping):
             return dict(_flattened(self._key, result))
-        return {self._own: _number(self.name, result)}
+        return {self._own: number_of(self.name, result)}
 
 
 class OutputMetric(Metric):
@@ -361,18 +360,7 @@ def _flattened(
         if isinstance(value, Mapping):
             yield from _flattened(name, value)
         else:
-            yield name, _number(name, value)
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise MetricError(
-        f"metric {name!r} must give a scalar, got {shapes(value)}. Average it, for example with "
-        "average='macro', or wrap it in a metric that does."
-    )
+            yield name, number_of(name, value)
 
 
 # Of torchmetrics' wrappers, those that keep nothing besides the metrics inside.

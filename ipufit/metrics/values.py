@@ -288,6 +288,27 @@ def shapes(value: object) -> str:
     return f"{type(value).__name__} ({inside})"
 
 
+def number_of(name: str, value: object, otherwise: str = "wrap it in a metric that does") -> float:
+    """Convert the value of a metric to one real number.
+
+    Args:
+        name: of the metric.
+        value: that it computed.
+        otherwise: what else to do about several numbers, for the end of the message.
+
+    Raises:
+        MetricError: it is not one real number.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise MetricError(
+        f"metric {name!r} must give a scalar, got {shapes(value)}. Average it, for example with "
+        f"average='macro', or {otherwise}."
+    )
+
+
 def sums(
     name: str, values: Tensor, counted: Optional[Tensor], weight: object
 ) -> Tuple[float, float]:

@@ -1,5 +1,5 @@
 from ipufit.optim import schedules as schedules
 from ipufit.optim import state as state
-from ipufit.optim.lamb import LAMB as LAMB
-from ipufit.optim.muon import Muon as Muon
+from ipufit.optim.optimizers import LAMB as LAMB
+from ipufit.optim.optimizers import Muon as Muon
 from ipufit.optim.several import MultiOptimizer as MultiOptimizer

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ipufit.errors import OptimizerError, UnknownNameError
-from ipufit.optim.lamb import LAMB
-from ipufit.optim.muon import Muon, hidden_matrices
+from ipufit.optim.optimizers import LAMB, Muon
 from ipufit.optim.several import MultiOptimizer, by_patterns, members_of
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
@@ -267,7 +266,7 @@ def _refuse_left_out(
 def _muon(named: NamedParameters, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """Muon for hidden matrices, and AdamW for all else, with one learning rate for both."""
     trainable = _trainable(named)
-    chosen = set(hidden_matrices(modules, named))
+    chosen = set(_hidden_matrices(modules, named))
     matrices = [p for p in trainable if id(p) in chosen]
     rest = [p for p in trainable if id(p) not in chosen]
     if not matrices:
@@ -287,3 +286,31 @@ def _muon(named: NamedParameters, modules: Sequence[nn.Module]) -> torch.optim.O
     others = f", AdamW the others: {lists[1]}" if rest else ""
     several.choice = f"Muon trains {len(matrices)} hidden matrices: {lists[0]}{others}."
     return several
+
+
+def _hidden_matrices(
+    modules: Sequence[nn.Module], named: Sequence[Tuple[str, nn.Parameter]]
+) -> List[int]:
+    """Choose what Muon trains, as its author describes: matrices of hidden layers.
+
+    Embeddings are left out, those by name as in Keras, and the output layer, which is the last
+    linear layer.
+
+    Args:
+        modules: with their parts, in order.
+        named: parameters and their names.
+
+    Returns:
+        Identities of the parameters.
+    """
+    left_out = set()
+    last: Optional[nn.Linear] = None
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                left_out.add(id(part.weight))
+            last = part if isinstance(part, nn.Linear) else last
+    if last is not None:
+        left_out.add(id(last.weight))
+    left_out.update(id(parameter) for name, parameter in named if "embed" in name.lower())
+    return [id(p) for _, p in named if p.dim() == 2 and id(p) not in left_out]

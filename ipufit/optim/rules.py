@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import OptimizerError
-from ipufit.optim.lamb import LAMB
+from ipufit.optim.optimizers import LAMB
 from ipufit.optim.several import has_step_hooks, kinds_by_group, members_of
 
 State = Dict[str, Tensor]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.errors import OptimizerError
-from ipufit.optim.lamb import LAMB
+from ipufit.optim.optimizers import LAMB
 
 __all__ = ["from_poptorch", "to_poptorch"]
 

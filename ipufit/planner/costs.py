@@ -280,35 +280,6 @@ _SUMS = (
 )
 
 
-def spans_of(trace: CallTrace, module: nn.Module, end: int) -> List[Tuple[int, int]]:
-    """First and last segment of each parameter's use, by operators and by calls of its module.
-
-    Between the two no stage may begin: a parameter is on one IPU.
-
-    Args:
-        trace: of a forward pass.
-        module: the user's module.
-        end: segments from this one on don't count.
-    """
-    calls = trace.calls()
-    firsts = {id(part): name for name, part in module.named_modules()}
-    used: Dict[int, Set[int]] = {}
-    ids = {f"net.{name}": id(parameter) for name, parameter in module.named_parameters()}
-    for number, segment in enumerate(trace.segments):
-        for name in segment.state:
-            if name in ids:
-                used.setdefault(ids[name], set()).add(number)
-    for part in module.modules():
-        name = firsts[id(part)]
-        while name and name not in calls:
-            name = name.rpartition(".")[0]
-        for parameter in part._parameters.values():
-            if parameter is not None and name:
-                used.setdefault(id(parameter), set()).update(calls[name])
-    before_end = [{one for one in where if one < end} for where in used.values()]
-    return [(min(where), max(where)) for where in before_end if where]
-
-
 # Settings that want another device than the one of the trial; none of them changes the state.
 _FASTER = ("foreach", "fused", "capturable")
 

@@ -15,15 +15,7 @@ from ipufit.errors import PartitionError
 from ipufit.losses import Loss
 from ipufit.partition.layers_per_ipu import stacks_of
 from ipufit.partition.partition import Partition
-from ipufit.planner.costs import (
-    IPU_MEMORY,
-    Costs,
-    StageCost,
-    by_ipu,
-    memory_of,
-    spans_of,
-    state_bytes,
-)
+from ipufit.planner.costs import IPU_MEMORY, Costs, StageCost, by_ipu, memory_of, state_bytes
 from ipufit.planner.measure import CallTrace, measure
 from ipufit.planner.pipeline_schedule import SCHEDULES, PipelineSchedule, in_flight
 from ipufit.planner.rendering import size
@@ -76,6 +68,35 @@ def _tail_of(trace: CallTrace, module: nn.Module) -> Optional[_TiedTail]:
             earlier = {use for uses in later for use in uses if use < number}
             return _TiedTail(_SplitPoint(name, number), min(earlier), max(earlier))
     return None
+
+
+def spans_of(trace: CallTrace, module: nn.Module, end: int) -> List[Tuple[int, int]]:
+    """First and last segment of each parameter's use, by operators and by calls of its module.
+
+    Between the two no stage may begin: a parameter is on one IPU.
+
+    Args:
+        trace: of a forward pass.
+        module: the user's module.
+        end: segments from this one on don't count.
+    """
+    calls = trace.calls()
+    firsts = {id(part): name for name, part in module.named_modules()}
+    used: Dict[int, Set[int]] = {}
+    ids = {f"net.{name}": id(parameter) for name, parameter in module.named_parameters()}
+    for number, segment in enumerate(trace.segments):
+        for name in segment.state:
+            if name in ids:
+                used.setdefault(ids[name], set()).add(number)
+    for part in module.modules():
+        name = firsts[id(part)]
+        while name and name not in calls:
+            name = name.rpartition(".")[0]
+        for parameter in part._parameters.values():
+            if parameter is not None and name:
+                used.setdefault(id(parameter), set()).update(calls[name])
+    before_end = [{one for one in where if one < end} for where in used.values()]
+    return [(min(where), max(where)) for where in before_end if where]
 
 
 def cuts_of(

@@ -26,13 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ipufit.poptorch._arguments import Arguments
 from ipufit.poptorch._device import Device, Group, ReplicaGrouping, group_of
-from ipufit.poptorch._execution import (
-    AnchoredTensors,
-    CallShape,
-    Counters,
-    MicroBatchRunner,
-    latency,
-)
+from ipufit.poptorch._execution import AnchoredTensors, CallShape, Counters, MicroBatchRunner
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._placement import place_on_ipus
@@ -95,6 +89,21 @@ def _call(hooks: OrderedDict[int, _Hook]) -> None:
     # A copy: a hook may remove itself.
     for hook in list(hooks.values()):
         hook()
+
+
+def latency(starts: Sequence[float], ends: Sequence[float]) -> Tuple[float, float, float]:
+    """Return smallest, largest and mean seconds between two events; zeros without one of them.
+
+    Args:
+        starts: when the one happened; a multiple of the number of ends.
+        ends: when the other one did.
+    """
+    if not starts or not ends:
+        return 0.0, 0.0, 0.0
+    # Several inputs may go into one output.
+    share = len(starts) // len(ends)
+    took = [end - min(starts[i * share : (i + 1) * share]) for i, end in enumerate(ends)]
+    return min(took), max(took), sum(took) / len(took)
 
 
 class _Substitution(Protocol):

@@ -63,21 +63,6 @@ class Counters:
         return {event: [list(self._times[event]) for _ in range(n)] or [[]] for event, n in counts}
 
 
-def latency(starts: Sequence[float], ends: Sequence[float]) -> Tuple[float, float, float]:
-    """Return smallest, largest and mean seconds between two events; zeros without one of them.
-
-    Args:
-        starts: when the one happened; a multiple of the number of ends.
-        ends: when the other one did.
-    """
-    if not starts or not ends:
-        return 0.0, 0.0, 0.0
-    # Several inputs may go into one output.
-    share = len(starts) // len(ends)
-    took = [end - min(starts[i * share : (i + 1) * share]) for i, end in enumerate(ends)]
-    return min(took), max(took), sum(took) / len(took)
-
-
 _GRADIENT, _UPDATED = "Gradient___", "UpdatedVar___"
 
 

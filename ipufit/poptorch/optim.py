@@ -14,12 +14,12 @@ nothing on a device; ``amsgrad`` must be left out.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, ClassVar, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, ClassVar, Dict, Iterable, List, Mapping, Optional, Tuple, Type
 
 import torch
 from torch import Tensor
 
-from ipufit.optim.lamb import lamb_step
+from ipufit.optim.optimizers import lamb_step
 from ipufit.poptorch._logging import logger
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes", "logger"]
@@ -158,6 +158,12 @@ class Optimizer:
         Optimizer.__init__(self)
         explicit = {k: v for k, v in arguments.items() if v is not None and k != "self"}
         return explicit, {k: v for k, v in explicit.items() if k not in self._child_only}
+
+    def _start(self, base: Type[torch.optim.Optimizer], arguments: Mapping[str, object]) -> None:
+        """Start as an optimizer of torch's, with the arguments of its own."""
+        explicit, plain = self._begin(arguments)
+        base.__init__(self, **plain)  # type: ignore[arg-type]
+        self._settle(explicit)
 
     def _settle(self, explicit: Mapping[str, object]) -> None:
         """Set the global settings, and mark the arguments that were passed explicitly as variable.
@@ -404,9 +410,7 @@ class Adam(Optimizer, torch.optim.Adam):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit, plain = self._begin(locals())
-        torch.optim.Adam.__init__(self, **plain)
-        self._settle(explicit)
+        self._start(torch.optim.Adam, locals())
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
@@ -451,9 +455,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit, plain = self._begin(locals())
-        torch.optim.AdamW.__init__(self, **plain)
-        self._settle(explicit)
+        self._start(torch.optim.AdamW, locals())
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
@@ -501,9 +503,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         use_tf_variant: Optional[bool] = None,
     ) -> None:
-        explicit, plain = self._begin(locals())
-        torch.optim.RMSprop.__init__(self, **plain)
-        self._settle(explicit)
+        self._start(torch.optim.RMSprop, locals())
 
 
 class LAMB(Optimizer, torch.optim.Optimizer):

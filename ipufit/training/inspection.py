@@ -127,6 +127,7 @@ class InspectionMixin:
             DataError: the batch can't be used.
         """
         check_options(line_length, depth, expand_nested, print_fn)
+        self._ready()
         session = self._session
         if session is None:
             sample, more, marks = None if x is None else sample_of(x, None), [], {}
@@ -326,6 +327,7 @@ class InspectionMixin:
         """
         from ipufit.analysis.check.check import checked
 
+        self._ready()
         return checked(self.module, self._session, x, sys._getframe(1))
 
     def __repr__(self) -> str:
@@ -340,6 +342,9 @@ class InspectionMixin:
         parts += [f"metrics {', '.join(session.metrics.names)}"] if session.metrics else []
         parts += [f"{session.engine.name} engine on {device_of(self.module)}"]
         return f"<{', '.join(parts)}, {session.updates:,} updates>"
+
+    def _ready(self) -> None:
+        """Make a session that can be made without compile; most models have none."""
 
     def _compiled(self, name: str) -> Session:
         if self._session is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipufit.optim.lamb import LAMB
+from ipufit.optim.optimizers import LAMB
 
 # Two float64 programs of the same equations differ by rounding only, some 1e-15 for each update.
 TOLERANCE = 1e-12

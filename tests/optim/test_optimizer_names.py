@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ipufit.errors import OptimizerError, UnknownNameError
-from ipufit.optim.lamb import LAMB
+from ipufit.optim.optimizers import LAMB
 from ipufit.optim.resolve import resolve_optimizer
 
 ACCEPTED = (

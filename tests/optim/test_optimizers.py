@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.optim.lamb import LAMB
+from ipufit.optim.optimizers import LAMB
 from tests.engines import EAGER_OR_NOT, has_no_variant, own_step, runs_eagerly
 from tests.nets import MLP, data
 from tests.reference import train

@@ -28,7 +28,7 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteValue
 from ipufit.metrics.resolve import resolve_metrics
 from ipufit.optim import MultiOptimizer, Muon, schedules, state
-from ipufit.optim.lamb import LAMB
+from ipufit.optim.optimizers import LAMB
 from ipufit.planner.costs import StageCost
 from ipufit.planner.partition_plan import Planned
 from ipufit.search.fit_many import FitResult, FitResults

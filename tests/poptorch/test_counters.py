@@ -8,7 +8,7 @@ from torch import nn
 
 from ipufit import poptorch
 from ipufit.poptorch import OutputMode, profiling
-from ipufit.poptorch._execution import latency
+from ipufit.poptorch._compiled import latency
 from ipufit.poptorch.poptorch_core import Error
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from ipufit.optim.lamb import LAMB as PlainLAMB
+from ipufit.optim.optimizers import LAMB as PlainLAMB
 from ipufit.poptorch import optim
 
 CLASSES = [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.preflight.facts import CLIPPED, SETTINGS, ParameterGroup, refused_settings
 from ipufit.errors import OptimizerError
-from ipufit.optim.lamb import LAMB
+from ipufit.optim.optimizers import LAMB
 from ipufit.optim.several import name_of_optimizer
 from ipufit.optim.state import device_state, load_device_state, torch_state
 

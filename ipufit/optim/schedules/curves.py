@@ -17,6 +17,9 @@ CycleShape = Literal["cosine", "linear"]
 # Longer than any run: for what is the same however long the run is.
 ENDLESS = 2**62
 
+# Numbers of curves, and the least that each may be.
+_LEAST = {"final": 0.0, "power": 0.0, "div_factor": 1.0, "final_div_factor": 1.0}
+
 
 class Curve(SettingsRepr, abc.ABC):
     """Multiplier of the learning rates of all parameter groups over the updates of one run.
@@ -32,6 +35,9 @@ class Curve(SettingsRepr, abc.ABC):
 
     def __post_init__(self) -> None:
         self._check_span("warmup")
+        for name, least in _LEAST.items():
+            if hasattr(self, name):
+                self._check_number(name, least)
         if self.total is not None:
             at_least(f"total of {type(self).__name__}", self.total, 1, " or None")
 
@@ -160,10 +166,6 @@ class Linear(_WarmedUp):
     final: float = 0.0
     total: Optional[int] = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_number("final", 0.0)
-
     def _after_warmup(self, update: int, span: int, length: int) -> float:
         return self.final + (1.0 - self.final) * ((span - update) / span)
 
@@ -190,10 +192,6 @@ class Cosine(_WarmedUp):
     warmup: Union[int, float] = 0
     final: float = 0.0
     total: Optional[int] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_number("final", 0.0)
 
     def _after_warmup(self, update: int, span: int, length: int) -> float:
         return self.final + (1.0 - self.final) * _half_wave(update / span)
@@ -224,11 +222,6 @@ class Polynomial(_WarmedUp):
     power: float = 1.0
     final: float = 0.0
     total: Optional[int] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_number("power", 0.0)
-        self._check_number("final", 0.0)
 
     def _after_warmup(self, update: int, span: int, length: int) -> float:
         return self.final + (1.0 - self.final) * math.pow(1.0 - update / span, self.power)
@@ -266,7 +259,6 @@ class WSD(_WarmedUp):
         super().__post_init__()
         self._check_span("decay")
         one_of("shape of WSD", self.shape, DecayShape)
-        self._check_number("final", 0.0)
 
     def _check_fit(self, length: int, unit: str) -> None:
         super()._check_fit(length, unit)
@@ -334,8 +326,6 @@ class OneCycle(Curve):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("shape of OneCycle", self.shape, CycleShape)
-        self._check_number("div_factor", 1.0)
-        self._check_number("final_div_factor", 1.0)
         if self.momentum is None:
             return
         pair = tuple(self.momentum) if isinstance(self.momentum, (tuple, list)) else ()

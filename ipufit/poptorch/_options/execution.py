@@ -266,8 +266,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         Raises:
             AssertionError: not a bool.
         """
-        need_type("useSeparateBackwardPhase", use, bool)
-        self._separate_backward_phase = use
+        self._separate_backward_phase = need_type("useSeparateBackwardPhase", use, bool)
         return self
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
@@ -309,8 +308,7 @@ class SerialPhasedExecution(_IPhasedExecution):
         Raises:
             AssertionError: not a ``Liveness``.
         """
-        need_type("setTensorsLiveness", liveness, enums.Liveness)
-        self._tensors_liveness = liveness
+        self._tensors_liveness = need_type("setTensorsLiveness", liveness, enums.Liveness)
         return self
 
 
@@ -478,8 +476,7 @@ class ExecutionOptions(OptionGroup):
         Raises:
             AssertionError: not a list of strings.
         """
-        need_type("updatableNamedBuffers", buffers, list, tuple)
-        for name in buffers:
+        for name in need_type("updatableNamedBuffers", buffers, list, tuple):
             need_type("updatableNamedBuffers", name, str)
         return self._with_compiler("updatableNamedBuffers", list(buffers))
 
@@ -496,5 +493,4 @@ class ExecutionOptions(OptionGroup):
 
     def enableStableNorm(self: Self, enabled: bool) -> Self:
         """Compute norms more exactly. torch's norms are exact already."""
-        need_type("enableStableNorm", enabled, bool)
-        return self._with_compiler("enableStableNorm", enabled)
+        return self._with_compiler("enableStableNorm", need_type("enableStableNorm", enabled, bool))

@@ -12,6 +12,7 @@ import torch
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import logger
 
+T = TypeVar("T")
 Self = TypeVar("Self", bound="Freezable")
 Group = TypeVar("Group", bound="OptionGroup")
 
@@ -36,8 +37,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"Valid names are {', '.join(names)}." if names else "There are none."
 
 
-def need_type(option: str, value: object, *kinds: type) -> None:
-    """Refuse a value of another type.
+def need_type(option: str, value: T, *kinds: type) -> T:
+    """Return a value, and refuse one of another type.
 
     A bool is not taken for a number: the device's compiler would refuse it later.
 
@@ -51,6 +52,7 @@ def need_type(option: str, value: object, *kinds: type) -> None:
             f"Unexpected type {type(value).__name__} for option {option}. "
             f"Expected {expected}, got {value!r}."
         )
+    return value
 
 
 class Freezable:
@@ -220,8 +222,7 @@ class _PopartOptions(Freezable):
 
     def setEngineOptions(self, engine_options: Dict[str, str]) -> _PopartOptions:
         """Set options of the device's engine, by its own names."""
-        need_type("engineOptions", engine_options, dict)
-        return self.set("engineOptions", engine_options)
+        return self.set("engineOptions", need_type("engineOptions", engine_options, dict))
 
     def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
         """Set the rewriting patterns that the compiler uses, on top of those of a level.

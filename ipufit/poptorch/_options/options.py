@@ -97,8 +97,7 @@ class ReportOptions(OptionGroup):
 
     def modelName(self: _Reports, name: str) -> _Reports:
         """Set the model's name in profiles; the default is "training" or "inference"."""
-        need_type("model_name", name, str)
-        return self._with(model_name=name)
+        return self._with(model_name=need_type("model_name", name, str))
 
     def logCycleCount(self: _Reports, log_cycle_count: bool) -> _Reports:
         """Count the device's cycles. Only hardware has any."""
@@ -125,14 +124,12 @@ class ReportOptions(OptionGroup):
 
     def showCompilationProgressBar(self: _Reports, show: bool = True) -> _Reports:
         """Show a bar while compiling, which is needed for ``executor.compilationTime()``."""
-        need_type("showCompilationProgressBar", show, bool)
-        self._show_compilation_progress_bar = show
+        self._show_compilation_progress_bar = need_type("showCompilationProgressBar", show, bool)
         return self
 
     def relaxOptimizerAttributesChecks(self: _Reports, relax: bool = True) -> _Reports:
         """Log unknown attributes of an optimizer as debug messages, not as warnings."""
-        need_type("relaxOptimizerAttributesChecks", relax, bool)
-        self._relax_optimizer_checks = relax
+        self._relax_optimizer_checks = need_type("relaxOptimizerAttributesChecks", relax, bool)
         return self
 
     def disableModuleNamescope(self: _Reports) -> _Reports:
@@ -143,8 +140,7 @@ class ReportOptions(OptionGroup):
     def sourceLocationExcludes(self: _Reports, excludes: List[str]) -> _Reports:
         """Set parts of paths whose frames are left out when the program is printed."""
         self.checkIsFrozen()
-        need_type("sourceLocationExcludes", excludes, list, tuple)
-        for part in excludes:
+        for part in need_type("sourceLocationExcludes", excludes, list, tuple):
             need_type("sourceLocationExcludes", part, str)
         self._source_location_excludes = list(excludes)
         return self
@@ -169,8 +165,7 @@ class DeviceOptions(OptionGroup):
 
         It comes before the environment variable ``POPTORCH_IPU_MODEL``.
         """
-        need_type("use_model", use_model, bool)
-        return self._with(use_model=use_model)
+        return self._with(use_model=need_type("use_model", use_model, bool))
 
     def connectionType(self: _Device, connection_type: enums.ConnectionType) -> _Device:
         """When a model takes its device.
@@ -196,8 +191,7 @@ class DeviceOptions(OptionGroup):
         Raises:
             AssertionError: not an int.
         """
-        need_type("ipu_id", ipu_id, int)
-        return self._with(ipu_id=ipu_id)
+        return self._with(ipu_id=need_type("ipu_id", ipu_id, int))
 
     def useOfflineIpuTarget(self: _Device, ipu_version: int = 2) -> _Device:
         """Only compile, for a kind of IPU: 1, 2 or 21. It sets ``ConnectionType.Never``."""

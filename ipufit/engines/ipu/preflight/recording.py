@@ -11,19 +11,7 @@ import contextlib
 import os
 import sys
 import types
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    FrozenSet,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +51,7 @@ def _outplace(name: str) -> str:
     return f"{space}::{_OLDER_NAMES.get(operator, operator)}"
 
 
-def _shaped_by_poptorch(name: str, arguments: Mapping[str, Any]) -> Optional[Tensor]:
+def _shaped_by_poptorch(name: str, arguments: Dict[str, Any]) -> Optional[Tensor]:
     """Make the empty result of an operator whose shape torch takes from values.
 
     PopTorch takes it from the arguments: poptorch/source/dispatch_tracer/RegisterMetaOps.cpp.inc,

@@ -1,14 +1,23 @@
-"""LAMB, the one optimizer of PopTorch that torch.optim does not have."""
+"""Optimizers that torch.optim lacks: LAMB, and Muon for versions without it."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Optional, Tuple, overload
+import math
+from typing import Any, Callable, Dict, Iterable, Literal, Optional, Tuple, Union, overload
 
 import torch
 from torch import Tensor
 
+from ipufit.errors import OptimizerError
+
 # Settings of a parameter group, or the state of a parameter, by name.
 Settings = Dict[str, Any]
+
+
+def _settings(arguments: Settings) -> Settings:
+    """Select the settings among the arguments of an optimizer."""
+    others = ("self", "params", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
 
 
 class LAMB(torch.optim.Optimizer):
@@ -55,15 +64,7 @@ class LAMB(torch.optim.Optimizer):
         max_weight_norm: Optional[float] = 65500.0,
     ) -> None:
         """Start with no state; it is made at a parameter's first update."""
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_weight_norm": max_weight_norm,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, _settings(locals()))
 
     def add_param_group(self, param_group: Settings) -> None:
         """Add a group, as torch does, once its values are known to be in range.
@@ -128,10 +129,7 @@ def lamb_step(
     Raises:
         RuntimeError: a gradient is sparse.
     """
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
+    loss = None if closure is None else torch.enable_grad()(closure)()
     for param_group in optimizer.param_groups:
         group = {**param_group, **settings}
         for param in group["params"]:
@@ -172,3 +170,99 @@ def _update(param: Tensor, grad: Tensor, state: Settings, group: Settings) -> No
     usable = (weight_norm > 0) & (direction_norm > 0)
     ratio = torch.where(usable, scaled / direction_norm, torch.ones_like(weight_norm))
     param.sub_(direction * (ratio * group["lr"]))
+
+
+_COEFFICIENTS = (3.4445, -4.775, 2.0315)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024), equal to ``torch.optim.Muon``, for versions of torch without it.
+
+    Args:
+        params: matrices.
+        lr: learning rate.
+        weight_decay: decoupled, as in AdamW.
+        momentum: of the running mean of gradients.
+        nesterov: whether the momentum is Nesterov's.
+        ns_coefficients: of the polynomial of the Newton-Schulz iteration.
+        eps: added to the norm that an update is divided by.
+        ns_steps: of that iteration.
+        adjust_lr_fn: how the rate depends on the shape of a matrix: "original" (None), or
+            "match_rms_adamw", which works with learning rates of AdamW.
+
+    Raises:
+        OptimizerError: a parameter is not a matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Union[float, Tensor] = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Tuple[float, float, float] = _COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Optional[Literal["original", "match_rms_adamw"]] = None,
+    ) -> None:
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise OptimizerError(
+                "adjust_lr_fn of Muon must be None, 'original' or 'match_rms_adamw', got "
+                f"{adjust_lr_fn!r}."
+            )
+        super().__init__(params, _settings(locals()))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise OptimizerError(
+                        "Muon trains matrices, got a parameter of shape "
+                        f"{tuple(parameter.shape)}. Pass optimizer='muon', which trains the others "
+                        "with AdamW."
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:  # type: ignore[override]
+        """Make an update.
+
+        Args:
+            closure: computes the loss again, before it.
+
+        Returns:
+            What it returns.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: Dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer, momentum = state["momentum_buffer"], group["momentum"]
+        buffer.lerp_(gradient, 1 - momentum)
+        direction = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        update = _orthogonal(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rows, columns = parameter.shape
+        scale = math.sqrt(max(1, rows / columns))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, columns))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-(group["lr"] * scale))
+
+
+def _orthogonal(matrix: Tensor, numbers: Tuple[float, ...], steps: int, eps: float) -> Tensor:
+    """Bring the singular values of a matrix near to one, in bfloat16."""
+    a, b, c = numbers
+    x = matrix.bfloat16()
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
