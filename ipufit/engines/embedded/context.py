@@ -146,6 +146,7 @@ class EngineContext(Engine):
             tuple(trained),
             tuple(block.names for block in layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in (*state, *example.leaves)),
+            tuple(parameter.requires_grad for parameter in step.parameters()),
             (config.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
