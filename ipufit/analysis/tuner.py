@@ -199,10 +199,7 @@ def _check_range(min_lr: float, max_lr: float, updates: int) -> None:
             f"max_lr must be more than min_lr, got {max_lr!r} and {min_lr!r}. Try min_lr=1e-7, "
             "max_lr=10."
         )
-    if isinstance(updates, bool) or not isinstance(updates, int) or updates < 3:
-        raise ConfigurationError(
-            f"updates must be an integer of at least 3, got {updates!r}. 100 gives a clear curve."
-        )
+    at_least("updates", updates, 3, advice="100 gives a clear curve.")
 
 
 def exponential_range(first: float, last: float, count: int) -> List[float]:

@@ -33,7 +33,7 @@ from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import acting_as
 from ipufit.processes import current
 from ipufit.report.settings import Report, refuse_report
-from ipufit.utils.error_collector import folder_of, one_of
+from ipufit.utils.error_collector import at_least, folder_of, one_of
 from ipufit.utils.poptorch_sdk import sdk_kind
 
 # Names of the strategy's for the arguments of compile.
@@ -117,13 +117,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             folder = "autoreport" if autoreport_dir is None else autoreport_dir
             self._report_folder = os.path.abspath(folder_of("autoreport_dir", folder))
         self._in_validation = contextlib.ExitStack()
-        if type(device_iterations) is not int or device_iterations < 1:
-            raise ConfigurationError(
-                f"device_iterations must be a number of at least 1, got {device_iterations!r}."
-            )
         # A Trainer puts here what the accelerator makes of its devices.
         self.parallel_devices: Sequence[torch.device] = ()
-        self._device_iterations = device_iterations
+        self._device_iterations = at_least("device_iterations", device_iterations, 1)
         self._opts: Dict[str, Any] = {TRAINING: training_opts, INFERENCE: inference_opts}
         for name, options in zip(_OPTIONS.values(), self._opts.values()):
             if options is not None and sdk_kind(options, ("Options",)) is None:

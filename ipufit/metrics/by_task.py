@@ -31,7 +31,7 @@ from ipufit.core.objective_arguments import describe_tensor, fit_indices
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.metrics.kinds import Metric, TorchMetricAdapter
 from ipufit.metrics.values import IGNORED_CLASS, cosine, same_shape, takes_indices, tensors_of
-from ipufit.utils.error_collector import one_of
+from ipufit.utils.error_collector import at_least, one_of
 
 MetricTask = Literal["binary", "multiclass", "multilabel"]
 MetricAverage = Literal["macro", "micro", "weighted"]
@@ -120,12 +120,9 @@ class Classification(TaskMetric):
         one_of(f"task of {kind}", self.task, (None, MetricTask))
         one_of(f"average of {kind}", self.average, (None, self._averages))
         one_of(f"from_logits of {kind}", self.from_logits, (True, False))
-        size = self.num_classes
-        if size is not None and (type(size) is not int or size < 2):
-            raise ConfigurationError(
-                f"num_classes of {kind} must be an integer of at least 2 or None, got {size!r}. "
-                "Leave it out to take the size of the prediction's dimension 1."
-            )
+        if self.num_classes is not None:
+            advice = "Leave it out to take the size of the prediction's dimension 1."
+            at_least(f"num_classes of {kind}", self.num_classes, 2, " or None", advice)
 
     def _idle(self, task: str) -> Sequence[str]:
         """Name the arguments that mean nothing for a task."""
@@ -361,11 +358,7 @@ class AUC(Classification):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.num_thresholds) is not int or self.num_thresholds < 3:
-            raise ConfigurationError(
-                "num_thresholds of AUC must be an integer of at least 3, got "
-                f"{self.num_thresholds!r}. Keras has 200."
-            )
+        at_least("num_thresholds of AUC", self.num_thresholds, 3, advice="Keras has 200.")
 
     def _options(self, form: MetricForm) -> Dict[str, object]:
         return {"thresholds": self.num_thresholds}

@@ -189,11 +189,12 @@ def run_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
         leaves[place].requires_grad_()
     with _autograd(is_wanted):
         results = _call(layer, leaves)
-        reserve = _reserve(tensors[0], 0)
+        # It takes the memory of one element.
+        size = _reserve_size(tensors, layer, is_wanted)
+        reserve = torch.zeros(1, device=tensors[0].device).expand(size)
         if is_wanted:
-            size = _reserve_size(tensors, layer)
             reserve = _Reserve.apply(  # type: ignore[no-untyped-call]
-                leaves[requiring[0]], size, (results, leaves)
+                leaves[requiring[0]], reserve, (results, leaves)
             )
     return [*(result.detach().contiguous() for result in results), reserve]
 
@@ -205,10 +206,10 @@ class _Reserve(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, size: int, tape: object) -> Tensor:
-        """A tensor whose ``grad_fn`` has the tape."""
+    def forward(ctx: Any, anchor: Tensor, reserve: Tensor, tape: object) -> Tensor:
+        """The reserve, whose ``grad_fn`` has the tape."""
         ctx.tape = tape
-        return _reserve(anchor, size)
+        return reserve
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> None:
@@ -216,16 +217,11 @@ class _Reserve(torch.autograd.Function):
         raise AssertionError
 
 
-def _reserve(like: Tensor, size: int) -> Tensor:
-    """A tensor of so many elements that takes the memory of one."""
-    return torch.zeros(1, device=like.device).expand(size)
-
-
-def _reserve_size(tensors: Sequence[Tensor], layer: _Layer) -> int:
+def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, is_wanted: bool) -> int:
     """Estimate the float32 values that torch keeps: the gates of every time step, twice."""
     rows = sum(tensor.shape[0] for tensor in tensors[1 + layer.states :] if tensor.dim() == 2)
     time, batch, _ = tensors[0].shape
-    return time * batch * rows * tensors[0].element_size() // 4
+    return time * batch * rows * tensors[0].element_size() // 4 if is_wanted else 0
 
 
 def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
@@ -239,7 +235,7 @@ def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
         tensors[0].new_empty(shape, dtype=_DTYPES[dtype])
         for shape, dtype in zip(shapes, layer.dtypes)
     ]
-    size = _reserve_size(tensors, layer) if is_wanted else 0
+    size = _reserve_size(tensors, layer, is_wanted)
     return [*results, tensors[0].new_empty((size,), dtype=torch.float32)]
 
 

@@ -19,7 +19,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.losses.loss import OwnLoss
 from ipufit.training.sanity_check import check_call
 from ipufit.training.session import Session
-from ipufit.utils.error_collector import ErrorCollector
+from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
@@ -40,13 +40,8 @@ def check_options(
         ConfigurationError: naming the option.
     """
     for name, value, least in (("line_length", line_length, _LEAST), ("depth", depth, 1)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(
-                f"{name} must be an integer of at least {least} or None, got {value!r}. Leave it "
-                "out to show everything."
-            )
+        if value is not None:
+            at_least(name, value, least, " or None", "Leave it out to show everything.")
     if not isinstance(expand_nested, bool):
         raise ConfigurationError(
             f"expand_nested must be True or False, got {expand_nested!r}. Use depth=2 to show two "

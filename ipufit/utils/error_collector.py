@@ -122,7 +122,7 @@ class ErrorCollector:
             raise _CheckedError
 
 
-def at_least(name: str, value: Any, least: int, also: str = "") -> int:
+def at_least(name: str, value: Any, least: int, also: str = "", advice: str = "") -> int:
     """Check that an argument is a whole number of at least ``least``, and return it as an int.
 
     Args:
@@ -130,6 +130,7 @@ def at_least(name: str, value: Any, least: int, also: str = "") -> int:
         value: what came.
         least: the smallest good one.
         also: what else would have been good, for the message.
+        advice: the last sentence of the error, which says which one to take.
 
     Raises:
         ConfigurationError: it is no integer, or a smaller one.
@@ -139,8 +140,8 @@ def at_least(name: str, value: Any, least: int, also: str = "") -> int:
         number = operator.index(value)
         if number >= least and not isinstance(value, bool):
             return number
-    shown = reprlib.repr(value)
-    raise ConfigurationError(f"{name} must be an integer of at least {least}{also}, got {shown}.")
+    text = f"{name} must be an integer of at least {least}{also}, got {reprlib.repr(value)}. "
+    raise ConfigurationError((text + advice).rstrip())
 
 
 def one_of(name: str, value: T, choices: object, advice: str = "") -> T:

@@ -312,7 +312,7 @@ def test_another_strategy_is_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"device_iterations": 0}, "device_iterations must be a number of at least 1, got 0."),
+        ({"device_iterations": 0}, "device_iterations must be an integer of at least 1, got 0."),
         (
             {"training_opts": 4},
             "training_opts must be poptorch.Options or None, got 4. Make them with "
