@@ -213,8 +213,8 @@ class Model(InspectionMixin):
                 take.
             jit: how a recorded program runs: "graph", as recorded, with the same bits as
                 run_eagerly; "kernels", with other kernels of torch that are faster on this machine,
-                equal up to the order of summation; "inductor", whole updates compiled on the CPU
-                before the first update, also equal up to the order of summation; "cudagraph", whole
+                equal up to the order of summation; "inductor", updates compiled on the CPU
+                before they are made, also equal up to the order of summation; "cudagraph", whole
                 executions as captured CUDA graphs. "auto" captures CUDA graphs on a GPU, chooses by
                 measurement on a CPU, and calls a module itself, with a warning, if it can't be
                 recorded; ``explain`` and ``History.params["jit"]`` show the choice. Any other name,

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import abc
+import collections
+import functools
 import math
+import os
 import time
-from typing import Callable, Dict, Generic, List, Mapping, Optional, TypeVar
+from typing import Callable, Dict, Generic, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
-from ipufit.core.plan import Plan
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
-from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, CompilerError
+from ipufit.engines.embedded.inductor.compiled import (
+    CompiledMicroBatches,
+    CompiledPart,
+    CompiledUpdates,
+    CompilerError,
+)
 from ipufit.engines.embedded.inductor.store import Libraries
 from ipufit.engines.embedded.timing import fastest
-from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
+from ipufit.engines.embedded.traced_step import Seeding, TracedStep, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult
@@ -25,40 +32,39 @@ from ipufit.errors import ConfigurationError, NonFiniteLossError
 _COMPILATION, _SURELY = 20.0, 2.0
 
 # What compiling may save: seconds of each recorded operator, which is what it costs to call one,
-# and no larger share of an update.
+# and no larger share of the time.
 _CALL, _LARGEST_SHARE = 5e-6, 0.7
 
 # Runs the next update compiled (or recorded, for None), takes it back, and returns its seconds.
-Trial = Callable[[Optional[CompiledUpdates]], float]
+Trial = Callable[[Optional[CompiledPart]], float]
 
 
 class JitAutotuner:
-    """Chooses between recorded and compiled updates of one shape of micro-batch.
+    """Chooses between recorded and compiled updates, or micro-batches, of one shape.
 
-    A library that was kept is looked for before the first update, and one that the training still
-    to come pays for is compiled in the background. Once there is one, the next update is made in
-    both ways, taken back each time, and the choice holds for the rest of the process: the bits of
-    a run depend on what was chosen, and neither on when nor on ``device_iterations``.
+    A library that was kept is looked for before the first one, and one that the training still to
+    come pays for is compiled in the background. Once there is one, the next update is made in both
+    ways, taken back each time, and the choice holds for the rest of the process: the bits of a run
+    depend on what was chosen, and neither on when nor on ``device_iterations``.
 
     Args:
         compiled: not yet started.
         clock: in seconds.
 
     Attributes:
-        count: updates of this shape so far.
+        compiled: as passed.
+        count: of these so far.
     """
 
     def __init__(
-        self, compiled: CompiledUpdates, clock: Callable[[], float] = time.perf_counter
+        self, compiled: CompiledPart, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.compiled = compiled
         self.count = 0
         self._clock = clock
-        self._updates_to_come = 0
-        self._recorded: Optional[TracedStep] = None
-        self._example: Optional[MicroBatch] = None
+        self._to_come = 0
         self._choice: Optional[str] = None
-        self._is_compiling = False
+        self._is_begun = False
         self._start = 0.0
         self._seconds = math.inf
         self._trials: List[float] = []
@@ -66,66 +72,47 @@ class JitAutotuner:
 
     @property
     def jit(self) -> Optional[str]:
-        """INDUCTOR where compiled updates have turned out to be faster."""
+        """INDUCTOR where what is compiled has turned out to be faster."""
         return INDUCTOR if self._choice == INDUCTOR else None
 
-    @property
-    def is_undecided(self) -> bool:
-        """Say whether the two ways of running have not been measured yet."""
-        return self._choice is None
+    def expect(self, count: int) -> None:
+        """Note that so many are to come."""
+        self._to_come = count
 
-    def expect(self, updates: int) -> None:
-        """So many updates are to come."""
-        self._updates_to_come = updates
-
-    def start(self, recorded: TracedStep, example: MicroBatch) -> None:
-        """Look for a library of this program.
-
-        Args:
-            recorded: of a full micro-batch.
-            example: such a micro-batch.
-        """
-        if recorded is self._recorded:
-            return
-        self._recorded, self._example = recorded, example
-        self._choice, self._is_compiling, self._seconds = None, False, math.inf
-        if self.compiled.may_be_there(example):
+    def start(self) -> None:
+        """Look for a library."""
+        if self.compiled.may_be_there():
             self._begin(compiles=False)
 
-    def choose(self, trial: Optional[Trial]) -> Optional[CompiledUpdates]:
-        """Say what makes the full updates of the next execution; None for what is recorded.
+    def choose(self, make_trial: Callable[[], Trial]) -> Optional[CompiledPart]:
+        """Say what makes those of the next execution; None for what is recorded.
 
         Args:
-            trial: for its first update that a library can make; None where there is none.
+            make_trial: makes what tries the first of them.
         """
-        if self._choice is None and self._is_ready() and trial is not None:
-            self._choice = self._judge(trial)
+        if self._choice is None and self._is_ready():
+            self._choice = self._judge(make_trial())
         self._start = self._clock()
         return self.compiled if self.jit else None
 
-    def after(self, updates: int) -> None:
-        """Count an execution of so many updates as done, and compile if that pays now."""
-        self._updates_to_come -= updates
-        # Without a full micro-batch there is nothing that a library could make.
-        if self._recorded is not None and self._choice is None and not self._is_compiling:
-            self._seconds = min(self._seconds, (self._clock() - self._start) / updates)
+    def after(self, count: int) -> None:
+        """Look at an execution of so many, and compile if that pays now."""
+        if self._choice is None and not self._is_begun:
+            self._seconds = min(self._seconds, (self._clock() - self._start) / count)
             if self._pays():
-                self._is_compiling = True
+                self._is_begun = True
                 self._begin(compiles=True)
 
     def _begin(self, compiles: bool) -> None:
-        assert self._recorded is not None
-        assert self._example is not None
         try:
-            self.compiled.start(self._recorded, self._example, compiles=compiles)
+            self.compiled.start(compiles)
         except ConfigurationError as error:
             self._failure, self._choice = str(error), GRAPH
 
     def _pays(self) -> bool:
         """Say whether the training to come is estimated to save more time than compiling takes."""
-        assert self._recorded is not None
-        of_calls = _CALL * self.compiled.operators_of(self._recorded)
-        saved = self._updates_to_come * min(of_calls, _LARGEST_SHARE * self._seconds)
+        of_calls = _CALL * self.compiled.operators()
+        saved = self._to_come * min(of_calls, _LARGEST_SHARE * self._seconds)
         return saved > _SURELY * _COMPILATION
 
     def _is_ready(self) -> bool:
@@ -136,7 +123,7 @@ class JitAutotuner:
             return False
 
     def _judge(self, trial: Trial) -> str:
-        def measure(way: Optional[CompiledUpdates]) -> float:
+        def measure(way: Optional[CompiledPart]) -> float:
             seconds = trial(way)
             times[way is not None] = min(times[way is not None], seconds)
             return seconds
@@ -153,27 +140,44 @@ class JitAutotuner:
 
     def explain(self) -> List[str]:
         """Tell the result of the measurement in a sentence, if there is a result."""
+        title = self.compiled.title
         if self._failure:
-            return [f"Updates run as recorded, not compiled: {self._failure}"]
+            return [f"{title.capitalize()} run as recorded, not compiled: {self._failure}"]
         if self._choice is None:
             return []
         are = "are kept" if self.jit else "are not used"
         if math.isinf(max(self._trials, default=math.inf)):
-            return [f"Compiled updates {are}, as was measured before."]
+            return [f"Compiled {title} {are}, as was measured before."]
         recorded, compiled = self._trials
-        return [f"Compiled updates take {compiled / recorded:.2f} of the time, and {are}."]
+        return [f"Compiled {title} take {compiled / recorded:.2f} of the time, and {are}."]
 
     def close(self) -> None:
         """Stop compiling, and let go of the tensors; safe twice."""
         self.compiled.close()
 
 
-# Of one shape, what compiles its updates, or what chooses whether to.
-OfShape = TypeVar("OfShape", CompiledUpdates, JitAutotuner)
+class _Kind(NamedTuple):
+    """Content of a library: updates of micro-batches of one shape, or only such micro-batches.
+
+    Attributes:
+        recorded: of a micro-batch.
+        settings: of the optimizer that are on in updates; None for micro-batches.
+    """
+
+    recorded: TracedStep
+    settings: Optional[Tuple[object, ...]]
 
 
-class _WayByShape(UpdateWay, Generic[OfShape]):
-    """Full updates may run compiled, each shape of micro-batches by itself; others as recorded.
+# Of one kind, what compiles it, or what chooses whether to.
+OfKind = TypeVar("OfKind", CompiledPart, JitAutotuner)
+
+
+class _WayByKind(UpdateWay, Generic[OfKind]):
+    """Updates may run compiled.
+
+    An update with all its micro-batches, of one shape, may be one call of a library. Of any other
+    update each micro-batch may be one, so that there are no more libraries than shapes. What makes
+    an update depends on the update alone, and so on no division into executions.
 
     Args:
         state: what updates change.
@@ -187,152 +191,189 @@ class _WayByShape(UpdateWay, Generic[OfShape]):
     ) -> None:
         self._state = state
         self._runner = runner
-        self._compiles_with = state, libraries, seed, runner.at_once
-        self._by_shape: Dict[TracedStep, OfShape] = {}
-        self._shapes: Dict[TracedStep, str] = {}
+        self._libraries = libraries
+        self._seed = seed
+        self._by_kind: Dict[_Kind, OfKind] = {}
+        self._shapes: Dict[_Kind, str] = {}
 
     @property
     def jit(self) -> Optional[str]:
-        """INDUCTOR once updates of a shape run compiled."""
-        return INDUCTOR if any(each.jit for each in self._by_shape.values()) else None
+        """INDUCTOR once anything runs compiled."""
+        return INDUCTOR if any(each.jit for each in self._by_kind.values()) else None
 
     def explain(self) -> List[str]:
         """Describe in sentences how updates run, and of which shapes where these differ."""
-        shapes: Dict[str, List[str]] = {}
-        for recorded, each in self._by_shape.items():
+        kinds: Dict[str, List[_Kind]] = {}
+        for kind, each in self._by_kind.items():
             for line in each.explain():
-                shapes.setdefault(line, []).append(self._shapes[recorded])
-        return [
-            line if len(of) == len(self._by_shape) else f"Batches of {'; '.join(of)}: {line}"
-            for line, of in shapes.items()
-        ]
-
-    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
-        """Begin to compile this shape, or look for its library; doesn't wait."""
-        if recorded not in self._by_shape:
-            self._by_shape[recorded] = self._make(CompiledUpdates(*self._compiles_with))
-            sizes = [str(tuple(leaf.shape)) for leaf in example.leaves]
-            self._shapes[recorded] = ", ".join(dict.fromkeys(sizes))
-        self._by_shape[recorded].start(recorded, example)
+                kinds.setdefault(line, []).append(kind)
+        lines = []
+        for line, of in kinds.items():
+            alone = {kind.settings is None for kind in of}
+            is_all = all(kind in of for kind in self._by_kind if (kind.settings is None) in alone)
+            shapes = "; ".join(dict.fromkeys(self._shapes[kind] for kind in of))
+            lines.append(line if is_all else f"Batches of {shapes}: {line}")
+        return lines
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
-        """Run all updates, those of each shape in the way that is chosen for it."""
-        shapes = _full_updates(execution, self._state.spec.plan)
-        for recorded, update in shapes.items():
-            if recorded not in self._by_shape:
-                self.enter(recorded, update[0][0])
-        ways = {r: self._choose(r, execution, update) for r, update in shapes.items()}
-        execution.compiled = {r: compiled for r, compiled in ways.items() if compiled is not None}
+        """Run all updates, those of each kind in the way that is chosen for it."""
+        kinds = self._kinds_of(execution)
+        places: Dict[_Kind, int] = {}
+        for place, several in enumerate(kinds):
+            for kind in several:
+                places.setdefault(kind, place)
+        for kind, place in places.items():
+            if kind not in self._by_kind:
+                self._start(kind, execution, place)
+        ways = {kind: self._choose(kind, execution, place) for kind, place in places.items()}
+        for place, several in enumerate(kinds):
+            for kind in several:
+                way = ways[kind]
+                if way is not None:
+                    way.use(execution, place)
         result = self._runner.run(execution)
-        self._count_updates(execution, shapes)
+        self._look_back(execution, kinds)
         return result
 
-    @abc.abstractmethod
-    def _make(self, compiled: CompiledUpdates) -> OfShape:
-        """Make what compiles, or chooses whether to compile, the updates of one shape."""
+    def _kinds_of(self, execution: ExecutionWork) -> List[List[_Kind]]:
+        """Say what may make each update: itself as a whole, or each of its micro-batches."""
+        updater, per_update = self._state.updater, self._state.spec.plan.micro_batches_per_update
+        kinds = []
+        for update, groups in zip(execution.updates, execution.rows):
+            steps = [recorded for _, recorded in update]
+            merged, settings = execution.merged.get(steps[0]), updater.compiled_as(groups)
+            if settings is not None and steps == [steps[0]] * per_update:
+                of_update = [_Kind(steps[0], settings)]
+            elif merged is not None and merged.takes(steps):
+                of_update = []
+            else:
+                of_update = [_Kind(recorded, None) for recorded in steps]
+            kinds.append([kind for kind in of_update if kind.recorded.graph is not None])
+        return kinds
 
-    @abc.abstractmethod
-    def _choose(
-        self, recorded: TracedStep, execution: ExecutionWork, update: Update
-    ) -> Optional[CompiledUpdates]:
-        """Say what makes the full updates of a shape; None for what is recorded.
+    def _start(self, kind: _Kind, execution: ExecutionWork, place: int) -> None:
+        """Begin to compile what is not there yet, or look for its library; doesn't wait.
 
         Args:
-            recorded: for the micro-batches of this shape.
+            kind: what to compile.
             execution: that is to run.
-            update: its first full update of this shape.
+            place: of its first update with this kind.
+        """
+        example = _example(kind, execution, place)
+        args = self._state, self._libraries, kind.recorded, example
+        if kind.settings is None:
+            each = self._make(CompiledMicroBatches(*args))
+        else:
+            each = self._make(CompiledUpdates(*args, self._seed, execution.rows[place]))
+        sizes = [str(tuple(leaf.shape)) for leaf in example.leaves]
+        self._by_kind[kind], self._shapes[kind] = each, ", ".join(dict.fromkeys(sizes))
+        each.start()
+
+    @abc.abstractmethod
+    def _make(self, compiled: CompiledPart) -> OfKind:
+        """Make what compiles, or chooses whether to compile, what is of one kind."""
+
+    @abc.abstractmethod
+    def _choose(self, kind: _Kind, execution: ExecutionWork, place: int) -> Optional[CompiledPart]:
+        """Say what makes what is of a kind; None for what is recorded.
+
+        Args:
+            kind: of updates, or of micro-batches.
+            execution: that is to run.
+            place: of its first update with this kind.
         """
 
-    def _count_updates(self, execution: ExecutionWork, shapes: Mapping[TracedStep, Update]) -> None:
-        """Count an execution with full updates of these shapes as done."""
+    def _look_back(self, execution: ExecutionWork, kinds: Sequence[Sequence[_Kind]]) -> None:
+        """Count an execution as done.
+
+        Args:
+            execution: that was run.
+            kinds: of its updates.
+        """
 
     def close(self) -> None:
         """Stop compiling, and let go of the tensors; safe twice."""
-        for each in self._by_shape.values():
+        for each in self._by_kind.values():
             each.close()
 
 
-class CompiledWay(_WayByShape[CompiledUpdates]):
-    """``jit="inductor"``: updates that fit run compiled, once the compiler is done."""
+class CompiledWay(_WayByKind[CompiledPart]):
+    """``jit="inductor"``: what can be compiled runs so, once the compiler is done."""
 
-    def _make(self, compiled: CompiledUpdates) -> CompiledUpdates:
+    def _make(self, compiled: CompiledPart) -> CompiledPart:
+        # No more compilers than processors: each needs memory.
+        busy = [each for each in self._by_kind.values() if each.is_compiling]
+        if len(busy) >= (os.cpu_count() or 1):
+            busy[0].wait()
         return compiled
 
-    def _choose(
-        self, recorded: TracedStep, execution: ExecutionWork, update: Update
-    ) -> CompiledUpdates:
-        compiled = self._by_shape[recorded]
+    def _choose(self, kind: _Kind, execution: ExecutionWork, place: int) -> Optional[CompiledPart]:
+        compiled = self._by_kind[kind]
         compiled.wait()
-        return compiled
+        return compiled if compiled.jit else None
 
 
-class AutotunedWay(_WayByShape[JitAutotuner]):
-    """``jit="auto"``: updates run compiled where that turns out to be faster, shape by shape."""
+class AutotunedWay(_WayByKind[JitAutotuner]):
+    """``jit="auto"``: what turns out to be faster compiled runs so."""
 
     _updates_to_come = 0
     # Updates so far.
     _count = 0
 
-    def _make(self, compiled: CompiledUpdates) -> JitAutotuner:
+    def _make(self, compiled: CompiledPart) -> JitAutotuner:
         return JitAutotuner(compiled)
 
     def expect(self, updates: int) -> None:
         """So many updates are to come."""
         self._updates_to_come = updates
 
-    def _count_updates(self, execution: ExecutionWork, shapes: Mapping[TracedStep, Update]) -> None:
-        updates = len(execution.updates)
-        self._updates_to_come -= updates
-        self._count += updates
-        for update in execution.updates:
-            if update and update[0][1] in shapes:
-                self._by_shape[update[0][1]].count += 1
-        for recorded in shapes:
-            self._by_shape[recorded].after(updates)
+    def _look_back(self, execution: ExecutionWork, kinds: Sequence[Sequence[_Kind]]) -> None:
+        self._updates_to_come -= len(kinds)
+        self._count += len(kinds)
+        counts = collections.Counter(kind for of_update in kinds for kind in of_update)
+        for kind, count in counts.items():
+            tuner = self._by_kind[kind]
+            tuner.count += count
+            # What came once may have been the only one.
+            tuner.expect((tuner.count - 1) * self._updates_to_come // self._count)
+            # More compilers than one take longer than is estimated.
+            if not any(each.compiled.is_compiling for each in self._by_kind.values()):
+                is_alone = kind.settings is None
+                tuner.after(sum(map(len, execution.updates)) if is_alone else len(kinds))
 
-    def _choose(
-        self, recorded: TracedStep, execution: ExecutionWork, update: Update
-    ) -> Optional[CompiledUpdates]:
-        tuner = self._by_shape[recorded]
-        share = tuner.count / self._count if self._count else 1.0
-        tuner.expect(int(share * self._updates_to_come))
-        if not tuner.is_undecided or tuner.compiled.jit is None:
-            return tuner.choose(None)
-        state, place = self._state, list(map(id, execution.updates)).index(id(update))
+    def _choose(self, kind: _Kind, execution: ExecutionWork, place: int) -> Optional[CompiledPart]:
+        make_trial = functools.partial(self._trial, kind, execution, place)
+        return self._by_kind[kind].choose(make_trial)
+
+    def _trial(self, kind: _Kind, execution: ExecutionWork, place: int) -> Trial:
+        state, update = self._state, execution.updates[place]
+        if kind.settings is None:
+            # An update of one such micro-batch.
+            update = [(_example(kind, execution, place), kind.recorded)]
         batch = CombinedBatch([batch for batch, _ in update])
         alone = ExecutionWork(batch, [update], [execution.rows[place]])
-        # Whether it can be compiled depends on its settings, too.
-        state.updater.refresh(alone.rows)
-        if not tuner.compiled.fits(update):
-            return tuner.choose(None)
-        alone.merged = execution.merged
-        is_random = any(recorded.random for _, recorded in update)
+        alone.merged = {} if kind.settings is None else execution.merged
         before: Optional[Snapshot] = None
 
-        def trial(compiled: Optional[CompiledUpdates]) -> float:
+        def trial(compiled: Optional[CompiledPart]) -> float:
             nonlocal before
             # Not before it is needed: what was measured once in a process is not tried again.
             before = before or state.snapshot()
-            alone.compiled = {} if compiled is None else {recorded: compiled}
+            alone.compiled, alone.runs = {}, {}
+            if compiled is not None:
+                compiled.use(alone, 0)
             state.updater.refresh(alone.rows)
             try:
-                with computing(state.device, is_random):
+                with computing(state.device, kind.recorded.random):
                     start = time.perf_counter()
                     self._runner.make(alone, alone.updates, None)
                     return time.perf_counter() - start
             finally:
                 state.restore(before)
 
-        return tuner.choose(trial)
+        return trial
 
 
-def _full_updates(execution: ExecutionWork, plan: Plan) -> Dict[TracedStep, Update]:
-    """Return, by what is recorded, the first update of full micro-batches of that shape alone."""
-    first: Dict[TracedStep, Update] = {}
-    for update in execution.updates:
-        if len(update) == plan.micro_batches_per_update:
-            batch, recorded = update[0]
-            is_full = batch.size == plan.micro_batch_size and recorded.graph is not None
-            if is_full and all(each is recorded for _, each in update):
-                first.setdefault(recorded, update)
-    return first
+def _example(kind: _Kind, execution: ExecutionWork, place: int) -> MicroBatch:
+    """Return the first micro-batch of a kind in an update."""
+    return next(batch for batch, step in execution.updates[place] if step is kind.recorded)

@@ -5,7 +5,6 @@ Tensors leave the device for the host nowhere else.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import itertools
 import math
@@ -14,32 +13,16 @@ from typing import TYPE_CHECKING, Callable, Collection, List, Mapping, Optional,
 import torch
 from torch import Tensor
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard
+from ipufit.core.batch import CombinedBatch, ProcessShard
 from ipufit.core.outputs import accumulator_of, add_to
 from ipufit.engines.embedded.flat_optimizer import Rows
-from ipufit.engines.embedded.traced_step import TracedStep, Update
+from ipufit.engines.embedded.traced_step import MicroBatchCalls, TracedStep, Update, UpdateCalls
 from ipufit.engines.embedded.turns import Move
 from ipufit.engines.program import ExecutionResult
 from ipufit.tracing.grad_step import OutputShape, ReportedScalars, unpack_reported
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
-
-
-class WholeUpdates(abc.ABC):
-    """Makes whole updates, each in one call."""
-
-    @abc.abstractmethod
-    def fits(self, update: Update) -> bool:
-        """Tell whether :meth:`make` can make an update."""
-
-    @abc.abstractmethod
-    def make(self, update: Update, results: ExecutionOutputs) -> None:
-        """One update, with its results like those of other updates.
-
-        Raises:
-            NonFiniteLossError: a loss is not finite; nothing has changed.
-        """
 
 
 @dataclasses.dataclass
@@ -55,8 +38,10 @@ class ExecutionWork:
         is_random: whether any may draw random numbers.
         merged: by what is recorded for a micro-batch, what takes several like it at once, where an
             update is made of such alone.
-        compiled: by what is recorded for a micro-batch, what makes updates of such alone in one
-            call, where they fit it.
+        compiled: by the place of an update, what makes it in one call, and adds its results to the
+            others.
+        runs: by the place of an update, what runs micro-batches of it instead of what is recorded
+            for them.
         moves: where an update has several turns, of which each is an entry of ``updates``, what
             each entry moves; else empty.
     """
@@ -68,7 +53,8 @@ class ExecutionWork:
     is_here: bool = True
     is_random: bool = True
     merged: Mapping[TracedStep, BatchedStep] = dataclasses.field(default_factory=dict)
-    compiled: Mapping[TracedStep, WholeUpdates] = dataclasses.field(default_factory=dict)
+    compiled: UpdateCalls = dataclasses.field(default_factory=dict)
+    runs: MicroBatchCalls = dataclasses.field(default_factory=dict)
     moves: Sequence[Move] = ()
 
 
@@ -91,14 +77,6 @@ class UpdateWay:
     def explain(self) -> List[str]:
         """Describe in sentences what is particular about how updates run."""
         return []
-
-    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
-        """Learn the program.
-
-        Args:
-            recorded: of a full micro-batch.
-            example: such a micro-batch.
-        """
 
     def expect(self, updates: int) -> None:
         """So many updates are to come."""

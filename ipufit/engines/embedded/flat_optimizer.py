@@ -154,6 +154,10 @@ class FlatOptimizer(abc.ABC):
         """The graph of an update; None where it runs without one."""
         return None
 
+    def compiled_as(self, groups: Settings) -> Optional[Tuple[object, ...]]:
+        """Tell what is on in these settings if updates run compiled; None where they can't."""
+        return None
+
     def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
         """Weight updates like the next one, on copies of weights and state; None where none are."""
         return None
@@ -451,9 +455,9 @@ class RuleOptimizer(FlatOptimizer):
             self._table = self._on_device(self._updates, self._counts)
         return self._table[self._made]
 
-    def like_coming(self) -> Tuple[Tensor, ...]:
-        """Tensors like these, also where no update is coming."""
-        return self._on_device(*self._read_rows([self._optimizer.param_groups]))[0]
+    def like_coming(self, groups: Settings) -> Tuple[Tensor, ...]:
+        """Tensors like these, of an update with these settings."""
+        return self._on_device(*self._read_rows([groups]))[0]
 
     def _on_device(
         self, updates: Sequence[FormedUpdate], counts: Sequence[Sequence[float]]
@@ -463,19 +467,14 @@ class RuleOptimizer(FlatOptimizer):
         moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
         return list(zip(*(table.unbind() for table in moved)))
 
-    def compiled_as(self, groups: Optional[Settings] = None) -> object:
-        """Tell what is on in these settings, or the present ones, where updates run compiled."""
-        return self.switches(groups or self._optimizer.param_groups, self._compiled_as)
+    def compiled_as(self, groups: Settings) -> Optional[Tuple[object, ...]]:
+        """Tell what is on in these settings if updates run compiled; None where they can't."""
+        return None if self._finish.group_clips else self.switches(groups, self._compiled_as)
 
-    def comes_as(self, compiled_as: object) -> bool:
-        """Tell whether the next update, if there is one, has these settings on."""
-        coming = self._updates[self._made :]
-        return not coming or self.compiled_as(coming[0][0]) == compiled_as
-
-    def rules(self) -> List[Tuple[str, Dict[str, bool]]]:
-        """For each block the name of its rule, and which settings are on where it is compiled."""
-        groups = [self._optimizer.param_groups[block.group] for block in self._storage.blocks]
-        named = [_numbers({**group, **self._compiled_as}) for group in groups]
+    def rules(self, groups: Settings) -> List[Tuple[str, Dict[str, bool]]]:
+        """For each block the name of its rule, and which of the settings are on if compiled."""
+        blocks = self._storage.blocks
+        named = [_numbers({**groups[block.group], **self._compiled_as}) for block in blocks]
         return [
             (self._rule_of(block.group).__name__, {n: bool(value) for n, value in settings.items()})
             for block, settings in zip(self._storage.blocks, named)

@@ -185,3 +185,8 @@ Update = Sequence[Tuple[MicroBatch, TracedStep]]
 # Starts the random numbers of a micro-batch, given its update, its place in it, and what sets them
 # apart from others of the update.
 Seeding = Callable[[TracedStep, int, int, str], None]
+
+# By the place of an update in an execution, what makes it in one call, of it and the results so
+# far; and what runs a micro-batch of it instead of what is recorded.
+UpdateCalls = Dict[int, Callable[..., None]]
+MicroBatchCalls = Dict[int, Dict[TracedStep, Callable[..., List[Tensor]]]]

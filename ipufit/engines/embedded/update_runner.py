@@ -205,9 +205,9 @@ class UpdateRunner(UpdateWay):
         moves = execution.moves or [self._only_move] * len(updates)
         for index, update in enumerate(updates):
             move = moves[index]
-            compiled = execution.compiled.get(update[0][1]) if update else None
-            if compiled is not None and compiled.fits(update):
-                compiled.make(update, results)
+            compiled = execution.compiled.get(index)
+            if compiled is not None:
+                compiled(update, results)
                 continue
             left = None if left_out is None else index in left_out
             self._with_grad, self._indices = set(), {}
@@ -429,7 +429,7 @@ class UpdateRunner(UpdateWay):
         scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
         sums, goes_along = (None, False) if share is None else self._begin_sums(total)
         reported = len(results.numbers)
-        divided = state.placement.weights
+        divided, runs = state.placement.weights, execution.runs.get(index, {})
         if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
             self._add_merged(merged, total, update, results)
             update = ()
@@ -448,7 +448,8 @@ class UpdateRunner(UpdateWay):
                 sums.expect(total.next_factor(), self.counted)
                 meeting.host = sums
             try:
-                numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
+                run = runs.get(recorded, recorded.run)
+                numbers, *rest = run(*weights, *batch.leaves, *scale)
             finally:
                 if meeting is not None:
                     meeting.host = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
@@ -12,15 +13,14 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import KERNELS
-from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
+from ipufit.core.train_config import Clip
+from ipufit.engines.embedded.flat_optimizer import RuleOptimizer, Settings
 from ipufit.engines.embedded.inductor.update_spec import BlockSpec, SlotSpec, UpdateSpec
-from ipufit.engines.embedded.optimizer_state_location import HostMemory
 from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.gradient_reduction import GradientReduction
-from ipufit.optim.several import name_of_optimizer
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.recording import is_again, is_backward
 from ipufit.utils import tree
@@ -28,7 +28,7 @@ from ipufit.utils.random_operators import draws, hoist_draws
 
 # Operators that torch itself or ipufit brings along, so that another process has them too.
 _LIBRARIES = ("aten", "ipufit", "mkldnn", "prims")
-_CAT = torch.ops.aten.cat.default
+_CAT, _CLONE = torch.ops.aten.cat.default, torch.ops.aten.clone.default
 
 
 class UncompilableError(Exception):
@@ -37,11 +37,10 @@ class UncompilableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CompilableUpdate:
-    """Specification of an update, and the tensors that go with it.
+    """Specification of what a library makes, and the tensors that go with it.
 
     Attributes:
-        form: of an update.
-        state_names: of each block, names of the optimizer's states.
+        form: of an update, or of a micro-batch.
         rest: places, in the state of a micro-batch, of what is no part of a flat tensor.
         constants: tensors that the recording holds.
         draw: makes the random numbers of a micro-batch; None: it takes none.
@@ -50,28 +49,29 @@ class CompilableUpdate:
     """
 
     form: UpdateSpec
-    state_names: Sequence[Sequence[str]]
     rest: Tuple[int, ...]
     constants: Tuple[Tensor, ...]
     draw: Optional[Callable[[], Sequence[Tensor]]]
     leaves: Tuple[Tensor, ...]
 
 
-def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> CompilableUpdate:
-    """The form of updates whose micro-batches are all like an example.
+def describe(
+    live: TrainingState, recorded: TracedStep, example: MicroBatch, groups: Optional[Settings]
+) -> CompilableUpdate:
+    """The form of updates whose micro-batches are all like an example, or of these alone.
 
     Args:
         live: what updates change; parameters and state are the program's already.
         recorded: for the example.
-        example: a full micro-batch.
+        example: a micro-batch.
+        groups: settings of the optimizer, where it is part of an update in one call; None for a
+            micro-batch alone.
 
     Raises:
         UncompilableError: they can't be compiled.
     """
     config, plan = live.spec.config, live.spec.plan
     updater, graph, blocks = live.updater, recorded.graph, live.storage.blocks
-    _refuse_config(live)
-    assert isinstance(updater, RuleOptimizer)
     assert graph is not None
     _refuse_operators(graph)
     state = len(live.states[0])
@@ -90,11 +90,12 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         if memories.of(node) in memories.writes:
             # The library would write it back.
             with copied.inserting_before(inputs[-1].next):
-                copy_of = copied.call_function(torch.ops.aten.clone.default, (node,))
+                copy_of = copied.call_function(_CLONE, (node,))
             copy_of.meta = dict(node.meta)
             node.replace_all_uses_with(copy_of, lambda user, copy=copy_of: user is not copy)
     _order_repetitions(copied, inputs[state:])
-    source, code, constants, outputs = _code(graph, copied, blocks, recorded.lowered.way == KERNELS)
+    by_channels, divided = recorded.lowered.way == KERNELS, () if groups is None else blocks
+    source, code, constants, outputs = _code(graph, copied, len(blocks), divided, by_channels)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
         SlotSpec(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
@@ -106,11 +107,14 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
     sizes = [example.size] * plan.micro_batches_per_update
     factors, share = GradientReduction(live.spec).shares(sizes)
     dtype = config.accumulation_dtype
+    rules: Sequence[Tuple[str, Dict[str, bool]]] = ()
+    if groups is not None and isinstance(updater, RuleOptimizer):
+        rules = updater.rules(groups)
     form = UpdateSpec(
         source=source,
         code=code,
         slots=tuple(slots),
-        blocks=tuple(BlockSpec(*each) for each in updater.rules()),
+        blocks=tuple(BlockSpec(*each) for each in rules),
         rest=len(rest),
         written=tuple(i for i, place in enumerate(rest) if place in memories.changed),
         constants=len(constants),
@@ -126,20 +130,12 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         scale=len(example.leaves) if scale else None,
         recomputes=bool(config.recompute),
     )
-    state_names = [rule.tensors for rule in form.rules()]
-    return CompilableUpdate(form, state_names, rest, constants, draw, tuple(leaves))
-
-
-def _refuse_config(live: TrainingState) -> None:
-    config, optimizer = live.spec.config, name_of_optimizer(live.spec.optimizer)
-    if not isinstance(live.updater, RuleOptimizer):
-        raise UncompilableError(f"{optimizer} runs through its own step")
-    if config.group_clips:
-        raise UncompilableError("optimizers have their own gradient clipping")
-    if isinstance(live.updater.memory, HostMemory):
-        raise UncompilableError(
-            "offload_optimizer keeps the optimizer's state elsewhere between updates"
+    if groups is None:
+        # Sums, bounds and rules are applied to what it returns.
+        form = dataclasses.replace(
+            form, micro_batches=1, replicas=1, factors=(), share=1.0, dtype=None, clip=Clip()
         )
+    return CompilableUpdate(form, rest, constants, draw, tuple(leaves))
 
 
 def _refuse_operators(graph: fx.GraphModule) -> None:
@@ -192,14 +188,19 @@ def _order_repetitions(graph: fx.Graph, leaves: Sequence[fx.Node]) -> None:
 
 
 def _code(
-    graph: fx.GraphModule, copied: fx.Graph, blocks: Sequence[object], by_channels: bool
+    graph: fx.GraphModule,
+    copied: fx.Graph,
+    gradients: int,
+    blocks: Sequence[object],
+    by_channels: bool,
 ) -> Tuple[str, str, Tuple[Tensor, ...], int]:
     """Both texts for a form, the constants it takes behind its inputs, its outputs.
 
     Args:
         graph: holds the constants.
         copied: of it; is changed.
-        blocks: that it computes the gradients of.
+        gradients: how many it returns.
+        blocks: that they are of, where each parameter gets its own.
         by_channels: whether pictures have channels last, where there are any.
     """
     source = copied.python_code("self").src
@@ -224,14 +225,14 @@ def _code(
             copied.erase_node(node)
     (output,) = (node for node in copied.nodes if node.op == "output")
     results = list(output.args[0])
-    first = len(results) - len(blocks)
+    first = len(results) - gradients
     with copied.inserting_before(output):
-        gradients = [
+        parts = [
             part
-            for gradient, block in zip(results[first:], blocks)
+            for gradient, block in itertools.zip_longest(results[first:], blocks)
             for part in _parts(copied, gradient, block)
         ]
-    output.args = ([*results[:first], *gradients],)
+    output.args = ([*results[:first], *parts],)
     for gradient in results[first:]:
         if gradient.target is _CAT and not gradient.users:
             copied.erase_node(gradient)
@@ -239,7 +240,13 @@ def _code(
 
 
 def _parts(graph: fx.Graph, gradient: Any, block: Any) -> List[fx.Node]:
-    """The gradient of each parameter of a block, which the recording puts side by side."""
+    """The gradient of each parameter of a block, which the recording puts side by side.
+
+    Without a block it is the gradient as it is, in memory of its own.
+    """
+    if block is None:
+        is_new = gradient.target is _CAT
+        return [gradient if is_new else graph.call_function(_CLONE, (gradient,))]
     if gradient.target is _CAT and len(gradient.args) == 1:
         parts = list(gradient.args[0])
         if len(parts) == len(block.slots):

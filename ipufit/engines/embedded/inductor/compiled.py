@@ -5,6 +5,7 @@ A library is compiled in a process of its own.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import signal
@@ -13,15 +14,15 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional
 
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.precision import without_autocast
-from ipufit.engines.embedded.execution import ExecutionOutputs, WholeUpdates, losses_of
-from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
+from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, losses_of
+from ipufit.engines.embedded.flat_optimizer import RuleOptimizer, Settings
 from ipufit.engines.embedded.inductor import worker
 from ipufit.engines.embedded.inductor.build_spec import (
     CompilableUpdate,
@@ -35,6 +36,7 @@ from ipufit.engines.embedded.non_finite import refuse_loss
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
+from ipufit.optim.several import name_of_optimizer
 from ipufit.tracing.flat_storage import FlatStorage
 
 _LOG = "log.txt"
@@ -54,12 +56,14 @@ class Compilation:
         store: takes the library.
 
     Attributes:
+        reason: why it is needed, in half a sentence.
         seconds: that it took, once there is a result.
     """
 
     def __init__(self, request: Request, store: LibraryStore) -> None:
         self._store = store
         self._parts = request.parts()
+        self.reason = store.why_missing(self._parts)
         self._start = time.perf_counter()
         self.seconds = 0.0
         with contextlib.ExitStack() as opened:
@@ -140,147 +144,120 @@ def _said(place: Path) -> Optional[str]:
     return None
 
 
-class CompiledUpdates(WholeUpdates):
-    """Compiles the updates of one training program, and makes them.
+class CompiledPart(abc.ABC):
+    """Compiles a part of a training program.
 
-    ``start``, then ``poll`` now and then, or ``wait``: from then on updates that ``fits`` can be
-    made here. What doesn't fit, such as the smaller last update of an epoch, is for the recorded
-    graphs.
+    ``start``, then ``poll`` now and then, or ``wait``: from then on there is a library.
 
     Args:
-        live: what the updates change.
+        live: what updates change.
         libraries: loaded before; takes what is loaded here.
-        seed: starts the random numbers of a micro-batch.
-        at_once: whether losses are looked at as they come, as they are here.
+        recorded: of a micro-batch.
+        example: such a micro-batch.
 
     Attributes:
+        title: what the library makes.
         reason: why nothing is compiled, in half a sentence; None where something is.
         origin: where the library came from, in a sentence; None before there is one.
     """
 
+    title: str
+
     def __init__(
-        self, live: TrainingState, libraries: Libraries, seed: Seeding, at_once: bool
+        self, live: TrainingState, libraries: Libraries, recorded: TracedStep, example: MicroBatch
     ) -> None:
         self._plan = live.spec.plan
         self._live = live
-        self._seed = seed
         self._libraries = libraries
-        self._at_once = at_once
-        self._store: Optional[LibraryStore] = None
-        self._recorded: Optional[TracedStep] = None
-        # Of the optimizer, that are on.
-        self._settings: object = None
+        self._recorded = recorded
+        self._example = example
+        self._tensors = digest_of([*live.states[0], *example.leaves])
         self._described: Optional[CompilableUpdate] = None
         self._request: Optional[Request] = None
         self._running: Optional[Compilation] = None
-        self._miss = ""
-        self._compiles = True
         self._run: Optional[Runner] = None
-        # The tensors that are the same in every update, the storage they belong to, and how that is
-        # divided in what is compiled.
+        # The tensors that are the same in every call, and the storage they belong to.
         self._same: List[Tensor] = []
         self._bound: Optional[FlatStorage] = None
-        self._division: List[Tuple[str, ...]] = []
         self.reason: Optional[str] = None
         self.origin: Optional[str] = None
 
-    def start(self, recorded: TracedStep, example: MicroBatch, compiles: bool = True) -> None:
+    def start(self, compiles: bool = True) -> None:
         """Begin to compile, or take what is compiled already; doesn't wait.
 
         Args:
-            recorded: of a full micro-batch.
-            example: such a micro-batch.
             compiles: whether to compile what is not there.
 
         Raises:
             ConfigurationError: the directory of compiled programs is not the user's alone.
         """
-        updater = self._live.updater
-        settings = updater.compiled_as() if isinstance(updater, RuleOptimizer) else None
-        is_same = recorded is self._recorded and settings == self._settings
-        if is_same and (self._running is not None or self._run is not None):
-            return
-        self._compiles = compiles
-        self.close()
-        self._recorded, self._settings = recorded, settings
-        self._run = self._described = self.reason = self.origin = None
-        try:
-            if not self._at_once:
-                raise UncompilableError(
-                    "losses are checked after an execution, which is then undone"
-                )
-            self._described = describe(self._live, recorded, example)
-        except UncompilableError as unfit:
-            self.reason = str(unfit)
-            return
-        self._bind()
-        self._division = self._live.storage.division
-        rows = self._updater.like_coming()
-        leaves = [*self._described.leaves] * self._described.form.micro_batches
-        inputs, tensors = [*self._same, *rows, *leaves], self._digest_of(example)
-        self._request = Request.of(self._described.form, inputs, tensors)
-        self._begin(self._request)
+        if self._request is None:
+            try:
+                self._described = self._describe()
+            except UncompilableError as unfit:
+                self.reason = str(unfit)
+                return
+            inputs = self._like(self._described)
+            self._request = Request.of(self._described.form, inputs, self._tensors)
+        self._begin(self._request, compiles)
 
-    def _begin(self, request: Request) -> None:
+    @abc.abstractmethod
+    def _describe(self) -> CompilableUpdate:
+        """Describe what to compile.
+
+        Raises:
+            UncompilableError: it can't be compiled.
+        """
+
+    @abc.abstractmethod
+    def _like(self, described: CompilableUpdate) -> List[Tensor]:
+        """Tensors like the inputs of the library."""
+
+    def _begin(self, request: Request, compiles: bool) -> None:
         parts = request.parts()
         if key_of(parts) in self._libraries:
             self._run = self._libraries[key_of(parts)]
             self.origin = "compiled by TorchInductor for an earlier fit"
             return
-        self._store = self._store or LibraryStore()
-        library = self._store.find(parts)
+        store = LibraryStore()
+        library = store.find(parts)
         if library is not None:
             try:
                 self._load(library, "compiled by TorchInductor before, and kept")
                 return
             except RuntimeError:
                 # Of a system that has changed in a way that its description does not show.
-                self._store.drop(parts)
-        if not self._compiles:
-            return
-        self._miss = self._store.why_missing(parts)
-        self._running = Compilation(request, self._store)
-
-    @property
-    def _updater(self) -> RuleOptimizer:
-        assert isinstance(self._live.updater, RuleOptimizer)
-        return self._live.updater
+                store.drop(parts)
+        if compiles:
+            self._running = Compilation(request, store)
 
     @property
     def key(self) -> Optional[str]:
         """The digest of all that the library depends on; None where nothing can be compiled."""
         return None if self._request is None else key_of(self._request.parts())
 
-    def operators_of(self, recorded: TracedStep) -> int:
-        """Count the operators of an update that runs as recorded.
+    def operators(self) -> int:
+        """Count the operators of what is compiled, where it runs as recorded."""
+        assert self._recorded.graph is not None
+        return len(self._recorded.graph.graph.nodes)
 
-        Args:
-            recorded: of a full micro-batch.
-        """
-        graphs = [self._live.updater.recorded()]
-        graphs += [recorded.graph] * self._plan.micro_batches_per_update
-        return sum(len(graph.graph.nodes) for graph in graphs if graph is not None)
-
-    def may_be_there(self, example: MicroBatch) -> bool:
-        """Say whether a library for such tensors is loaded or stored, so that it pays to look.
-
-        Args:
-            example: a full micro-batch.
-        """
-        tensors = self._digest_of(example)
-        is_loaded = any(key.startswith(tensors) for key in self._libraries)
-        return is_loaded or LibraryStore.has_entries(tensors)
-
-    def _digest_of(self, example: MicroBatch) -> str:
-        return digest_of([*self._live.states[0], *example.leaves])
+    def may_be_there(self) -> bool:
+        """Say whether a library for such tensors is loaded or stored, so that it pays to look."""
+        is_loaded = any(key.startswith(self._tensors) for key in self._libraries)
+        return is_loaded or LibraryStore.has_entries(self._tensors)
 
     @property
     def jit(self) -> Optional[str]:
-        """INDUCTOR once updates can be made here."""
+        """INDUCTOR once there is a library."""
         return None if self._run is None else INDUCTOR
 
+    @property
+    def is_compiling(self) -> bool:
+        """Tell whether the compiler is at work."""
+        return self._running is not None
+
     def poll(self) -> bool:
-        """Load what has been compiled, without waiting for it; whether updates can be made here.
+        """Load what has been compiled, without waiting for it; whether there is a library.
 
         Raises:
             CompilerError: it could not be compiled.
@@ -309,7 +286,7 @@ class CompiledUpdates(WholeUpdates):
     def _finish(self, running: Compilation) -> None:
         self._running = None
         library = running.result()
-        origin = f"compiled by TorchInductor in {running.seconds:.0f} s, as {self._miss}"
+        origin = f"compiled by TorchInductor in {running.seconds:.0f} s, as {running.reason}"
         try:
             self._load(library, origin)
         except RuntimeError as error:
@@ -323,6 +300,23 @@ class CompiledUpdates(WholeUpdates):
         self._libraries[key_of(self._request.parts())] = self._run = run
         self.origin = origin
 
+    def _bound_to(self, described: CompilableUpdate) -> List[Tensor]:
+        """The tensors that the library works on in every call, as they are now."""
+        storage = self._live.storage
+        if self._bound is not storage:
+            self._same = [
+                flat[slot.start : slot.stop]
+                for block, flat in zip(storage.blocks, storage.flats)
+                for slot in block.slots
+            ]
+            self._same += self._same_more(described)
+            self._bound = storage
+        return self._same
+
+    def _same_more(self, described: CompilableUpdate) -> List[Tensor]:
+        """The tensors of :meth:`_bound_to` beside the parameters."""
+        return []
+
     def close(self) -> None:
         """Stop compiling, and let go of the tensors; safe twice."""
         self._same, self._bound = [], None
@@ -330,17 +324,121 @@ class CompiledUpdates(WholeUpdates):
             self._running.close()
             self._running = None
 
-    def fits(self, update: Update) -> bool:
-        """Tell whether :meth:`make` can make it: all micro-batches are there, and full ones."""
-        return (
-            self._run is not None
-            and len(update) == self._plan.micro_batches_per_update
-            and all(recorded is self._recorded for _, recorded in update)
-            and self._updater.comes_as(self._settings)
-            and (self._bound is self._live.storage or self._live.storage.division == self._division)
-        )
+    def explain(self) -> List[str]:
+        """Say how what can be compiled runs, in a sentence."""
+        if self.reason is not None:
+            return [f"Updates run as recorded, not compiled: {self.reason}."]
+        if self.origin is not None:
+            return [f"{self._subject()} run {self.origin}."]
+        return []
 
-    def make(self, update: Update, results: ExecutionOutputs) -> None:
+    @abc.abstractmethod
+    def use(self, execution: ExecutionWork, place: int) -> None:
+        """Let the library make an update of an execution, or micro-batches of it.
+
+        Args:
+            execution: that is to run.
+            place: of the update.
+        """
+
+    @abc.abstractmethod
+    def _subject(self) -> str:
+        """Name what runs compiled, and say when."""
+
+
+class CompiledMicroBatches(CompiledPart):
+    """Compiles the micro-batches of one shape, for updates that are no single call.
+
+    Gradients are added up and applied by whoever runs them.
+    """
+
+    title = "micro-batches"
+
+    def _describe(self) -> CompilableUpdate:
+        return describe(self._live, self._recorded, self._example, None)
+
+    def _like(self, described: CompilableUpdate) -> List[Tensor]:
+        rest = [self._live.states[0][place] for place in described.rest]
+        return [*self._bound_to(described), *rest, *described.constants, *described.leaves]
+
+    def use(self, execution: ExecutionWork, place: int) -> None:
+        """Let the library run the micro-batches of its shape in an update of an execution."""
+        execution.runs.setdefault(place, {})[self._recorded] = self._run_one
+
+    def _run_one(self, *tensors: Tensor) -> List[Tensor]:
+        """Run a micro-batch: takes and returns what the recording does."""
+        described = self._described
+        assert described is not None
+        assert self._run is not None
+        leaves = tensors[len(self._live.states[0]) :]
+        drawn = () if described.draw is None else described.draw()
+        rest = [tensors[place] for place in described.rest]
+        same = self._bound_to(described)
+        return self._run(*same, *rest, *described.constants, *leaves, *drawn)
+
+    def _subject(self) -> str:
+        spec = self._live.spec
+        if spec.config.group_clips:
+            return "As optimizers have their own gradient clipping, micro-batches alone"
+        if isinstance(self._live.updater, RuleOptimizer):
+            return "Where an update is smaller or mixes shapes, its micro-batches"
+        why = f"{name_of_optimizer(spec.optimizer)} runs through its own step"
+        return f"As {why}, micro-batches alone"
+
+
+class CompiledUpdates(CompiledPart):
+    """Compiles updates that have all their micro-batches, of one shape, and makes them.
+
+    Args:
+        live, libraries, recorded, example: as for all parts.
+        seed: starts the random numbers of a micro-batch.
+        groups: settings of the optimizer that such an update comes with.
+    """
+
+    title = "updates"
+
+    def __init__(
+        self,
+        live: TrainingState,
+        libraries: Libraries,
+        recorded: TracedStep,
+        example: MicroBatch,
+        seed: Seeding,
+        groups: Settings,
+    ) -> None:
+        super().__init__(live, libraries, recorded, example)
+        self._seed = seed
+        self._groups = groups
+
+    @property
+    def _updater(self) -> RuleOptimizer:
+        assert isinstance(self._live.updater, RuleOptimizer)
+        return self._live.updater
+
+    def _describe(self) -> CompilableUpdate:
+        return describe(self._live, self._recorded, self._example, self._groups)
+
+    def _like(self, described: CompilableUpdate) -> List[Tensor]:
+        rows = self._updater.like_coming(self._groups)
+        leaves = [*described.leaves] * described.form.micro_batches
+        return [*self._bound_to(described), *rows, *leaves]
+
+    def _same_more(self, described: CompilableUpdate) -> List[Tensor]:
+        rest = [state[place] for state in self._live.states for place in described.rest]
+        names = [rule.tensors for rule in described.form.rules()]
+        return [*self._updater.states(names), *rest, *described.constants]
+
+    def operators(self) -> int:
+        """Count the operators of an update that runs as recorded."""
+        graph, micro_batches = self._updater.recorded(), self._plan.micro_batches_per_update
+        rule = 0 if graph is None else len(graph.graph.nodes)
+        return micro_batches * super().operators() + rule
+
+    def use(self, execution: ExecutionWork, place: int) -> None:
+        """Let the library make an update of an execution."""
+        execution.compiled[place] = self._make
+
+    def _make(self, update: Update, results: ExecutionOutputs) -> None:
         """Make one update, with its results in the form of other updates.
 
         Raises:
@@ -348,11 +446,8 @@ class CompiledUpdates(WholeUpdates):
         """
         live, described, recorded = self._live, self._described, self._recorded
         assert described is not None
-        assert recorded is not None
         assert self._run is not None
-        if self._bound is not live.storage:
-            self._bind()
-        inputs = [*self._same, *self._updater.coming()]
+        inputs = [*self._bound_to(described), *self._updater.coming()]
         scale = [] if live.scaler is None else [live.scaler.tensor(live.device)]
         for place, (batch, _) in enumerate(update):
             inputs += [*batch.leaves, *scale]
@@ -375,28 +470,5 @@ class CompiledUpdates(WholeUpdates):
         if live.averages is not None:
             live.averages.after_update(live.storage.flats, live.updates, is_skipped)
 
-    def _bind(self) -> None:
-        """Take what the program works on now."""
-        live, described = self._live, self._described
-        assert described is not None
-        weights = [
-            flat[slot.start : slot.stop]
-            for block, flat in zip(live.storage.blocks, live.storage.flats)
-            for slot in block.slots
-        ]
-        rest = [state[place] for state in live.states for place in described.rest]
-        self._same = [
-            *weights,
-            *self._updater.states(described.state_names),
-            *rest,
-            *described.constants,
-        ]
-        self._bound = live.storage
-
-    def explain(self) -> List[str]:
-        """Say how updates run, in sentences."""
-        if self.reason is not None:
-            return [f"Updates run as recorded, not compiled: {self.reason}."]
-        if self.origin is not None:
-            return [f"Full updates run {self.origin}; smaller ones run as recorded."]
-        return []
+    def _subject(self) -> str:
+        return "Updates"

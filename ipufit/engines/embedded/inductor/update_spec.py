@@ -93,13 +93,15 @@ class BlockSpec:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
-    """All that an update of full micro-batches is made of, but for the tensors.
+    """All that an update of equal micro-batches is made of, or one of these, but for the tensors.
 
     Attributes:
         source: text of what was recorded.
         code: text of the function of a micro-batch: of its state, leaves and constants, returning
-            what it reports, its outputs, and a flat gradient for each slot.
-        slots, blocks: the trained parameters.
+            what it reports, its outputs, and a flat gradient for each slot, or each block of the
+            program where there are none here.
+        slots, blocks: the trained parameters; without blocks, the function is that of a
+            micro-batch.
         rest: number of other tensors of state.
         written: which of these forward changes.
         constants, leaves, outputs: number of each for a micro-batch.
@@ -150,14 +152,15 @@ def _with_tuples(values: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 class UpdateFunction:
-    """The function of an update, made of its specification.
+    """The function of an update, or of a micro-batch, made of its specification.
 
     It takes, as one flat list: each slot's part of the flat parameters; each slot's states; for
     each replica the rest of its state; constants; for each block its coefficients; for each
     micro-batch its leaves. Parameters, states and buffers change in place, unless a loss is not
     finite; parameters and states also not where there is a loss scale and the gradient is not
     finite. It returns what the micro-batches report, as one tensor, the outputs of each, and with
-    a loss scale whether the gradient is finite.
+    a loss scale whether the gradient is finite. Of a micro-batch, it returns what the text does,
+    and changes buffers in place.
 
     Args:
         form: the specification.
@@ -178,14 +181,14 @@ class UpdateFunction:
             return [next(left) for _ in range(count)]
 
         flats = take(len(form.slots))
-        states = [
-            dict(zip(rule.tensors, take(len(rule.tensors))))
-            for rule in (self._rules[slot.block] for slot in form.slots)
-        ]
+        rules = [self._rules[slot.block] for slot in form.slots if self._rules]
+        states = [dict(zip(rule.tensors, take(len(rule.tensors)))) for rule in rules]
         rest = [take(form.rest) for _ in range(form.replicas)]
         constants = take(form.constants)
         rows = take(len(form.blocks))
         batches = [take(form.leaves) for _ in range(form.micro_batches)]
+        if not form.blocks:
+            return self._micro_batch(*self._state(flats, rest[0]), *batches[0], *constants)
 
         buffers = [state[i] for state in rest for i in form.written]
         trained = [*flats, *(t for state in states for t in state.values())]
@@ -198,9 +201,8 @@ class UpdateFunction:
         # As where updates run one graph after another.
         judged = [] if form.scale is None else [are_finite(reduced if form.clip else gradients)]
         is_made = torch.stack([is_good, *judged]).all()
-        for slot, flat, gradient, state in zip(form.slots, flats, gradients, states):
-            row = rows[slot.block].unbind()
-            self._rules[slot.block].update(flat, gradient, state, row, [slice(0, slot.size)])
+        for rule, slot, flat, gradient, state in zip(rules, form.slots, flats, gradients, states):
+            rule.update(flat, gradient, state, rows[slot.block].unbind(), [slice(0, slot.size)])
         keeps = [is_good] * len(buffers) + [is_made] * len(trained)
         for tensor, value, keep in zip((*buffers, *trained), before, keeps):
             tensor.copy_(torch.where(keep, tensor, value))
@@ -216,14 +218,11 @@ class UpdateFunction:
     ) -> Tuple[List[Tensor], List[Tensor], GradientSum]:
         """Run the micro-batches; return their numbers, outputs and the sum of their gradients."""
         form = self._form
-        weights = {slot.place: slot.weight(flat) for slot, flat in zip(form.slots, flats)}
         total = GradientSum(form.factors, form.share, self._dtype)
         reported: List[Tensor] = []
         outputs: List[Tensor] = []
         for place, leaves in enumerate(batches):
-            others = iter(rest[place % form.replicas])
-            count = len(weights) + form.rest
-            state = [weights[i] if i in weights else next(others) for i in range(count)]
+            state = self._state(flats, rest[place % form.replicas])
             numbers, *results = self._micro_batch(*state, *leaves, *constants)
             reported.append(numbers)
             outputs += results[: form.outputs]
@@ -231,6 +230,13 @@ class UpdateFunction:
             gradients = [gradient.clone() for gradient in results[form.outputs :]]
             total.add(gradients, numbers[1] if form.counted else None)
         return reported, outputs, total
+
+    def _state(self, flats: Sequence[Tensor], rest: Sequence[Tensor]) -> List[Tensor]:
+        """Return what a micro-batch is computed from: parameters, and the rest of a replica."""
+        slots, others = self._form.slots, iter(rest)
+        weights = {slot.place: slot.weight(flat) for slot, flat in zip(slots, flats)}
+        count = len(weights) + len(rest)
+        return [weights[i] if i in weights else next(others) for i in range(count)]
 
 
 def _function(code: str) -> Callable[..., List[Tensor]]:

@@ -224,7 +224,6 @@ class TrainingProgram(BaseProgram):
         is_full = is_full and (recorded.graph is not None or self._spec.run_eagerly)
         if is_full:
             self.lowered = recorded.lowered
-            self.way.enter(recorded, example)
         if is_full or self._runner.overlap is None:
             self._runner.overlap = self._find_overlap(recorded)
         self._runner.counted = recorded.micro.reported.counted

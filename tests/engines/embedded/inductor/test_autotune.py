@@ -1,23 +1,27 @@
 """jit="auto" looks for compiled updates at once, measures them, and compiles where that pays."""
 
 import copy
+import functools
 import itertools
 
 import pytest
 import torch
 
 import ipufit
-from ipufit.engines.embedded import timing
+from ipufit.engines.embedded import autotune, timing
 from ipufit.engines.embedded.autotune import JitAutotuner
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, CompilerError
+from ipufit.engines.embedded.inductor.compiled import CompiledPart, CompilerError
 from ipufit.engines.embedded.inductor.store import LibraryStore
 from ipufit.engines.embedded.inductor.update_spec import UpdateFunction
 from ipufit.engines.embedded.programs import training
 from ipufit.engines.embedded.training_state import TrainingState
+from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.errors import ConfigurationError, NonFiniteLossError
+from tests.engines.embedded.inductor.test_inductor import Made
 from tests.fitting import assert_close, assert_equal
 from tests.nets import MLP, data
+from tests.training.test_shapes import Pooled, sequences
 
 pytestmark = pytest.mark.both_engines
 
@@ -33,6 +37,8 @@ def nothing_measured(monkeypatch, tmp_path):
 class Library:
     """Stands for compiled updates: what is asked of it, and whether it is there."""
 
+    title = "updates"
+
     def __init__(self, kept=False, after=0, fails=None, refuses=None, operators=100):
         self.started = []
         self.is_ready = False
@@ -40,13 +46,13 @@ class Library:
         self._kept, self._after, self._fails, self._refuses = kept, after, fails, refuses
         self._operators = operators
 
-    def may_be_there(self, example):
+    def may_be_there(self):
         return self._kept
 
-    def operators_of(self, recorded):
+    def operators(self):
         return self._operators
 
-    def start(self, recorded, example, compiles=True):
+    def start(self, compiles=True):
         if self._refuses:
             raise ConfigurationError(self._refuses)
         self.started.append(compiles)
@@ -67,7 +73,7 @@ def run(library, seconds, to_come, executions=20, updates=10, tried=None):
     tried = [] if tried is None else tried
     tuner = JitAutotuner(library, clock=lambda: now[0])
     tuner.expect(to_come)
-    tuner.start(object(), object())
+    tuner.start()
     made = []
 
     def trial(compiled):
@@ -75,7 +81,7 @@ def run(library, seconds, to_come, executions=20, updates=10, tried=None):
         return seconds[compiled is library]
 
     for _ in range(executions):
-        made.append(tuner.choose(trial) is library)
+        made.append(tuner.choose(lambda: trial) is library)
         now[0] += updates * seconds[made[-1]]
         tuner.after(updates)
     return tuner, made
@@ -159,29 +165,14 @@ def test_a_compiler_that_fails_stops_nothing():
     assert tuner.explain() == ["Updates run as recorded, not compiled: a directory of others"]
 
 
-def test_executions_without_a_full_update_are_not_measured():
-    library = Library(kept=True)
-    tuner = JitAutotuner(library)
-    tuner.start(object(), object())
-    assert tuner.choose(None) is None
-    assert tuner.is_undecided
-
-
 def test_a_loss_that_is_not_finite_is_for_training_to_tell():
     def trial(compiled):
         raise NonFiniteLossError("the loss is nan", 1, float("nan"))
 
     tuner = JitAutotuner(Library(kept=True))
-    tuner.start(object(), object())
-    assert tuner.choose(trial) is None
+    tuner.start()
+    assert tuner.choose(lambda: trial) is None
     assert tuner.jit is None
-
-
-def test_another_program_is_another_choice():
-    tuner, _ = run(Library(kept=True), (0.1, 0.05), to_come=100_000)
-    tuner.start(object(), object())
-    assert tuner.jit is None
-    assert tuner.explain() == []
 
 
 def test_asking_whether_anything_is_kept_makes_no_directory(tmp_path, monkeypatch):
@@ -197,19 +188,19 @@ def test_asking_whether_anything_is_kept_makes_no_directory(tmp_path, monkeypatc
 @pytest.fixture
 def described(monkeypatch):
     """Compiling is done at once, by running the description as it is; updates made so."""
-    made = []
+    made = Made()
 
-    def begin(self, request):
+    def begin(self, request, compiles):
         update = UpdateFunction(request.form)
 
         def one(*tensors):
-            made.append(1)
+            (made if request.form.blocks else made.alone).append(1)
             return update(*tensors)
 
         self._run, self.origin = one, "described"
 
-    monkeypatch.setattr(CompiledUpdates, "_begin", begin)
-    monkeypatch.setattr(CompiledUpdates, "may_be_there", lambda self, example: True)
+    monkeypatch.setattr(CompiledPart, "_begin", begin)
+    monkeypatch.setattr(CompiledPart, "may_be_there", lambda self: True)
     monkeypatch.setattr(training, "missing", lambda: None)
     return made
 
@@ -259,6 +250,88 @@ def test_a_model_that_is_tuned_has_the_same_numbers(described, monkeypatch, way)
     (said,) = engine.explain(model._session.config, {})
     assert said.endswith("and are kept." if wins else "and are not used.")
     assert (len(described) > 40) is wins
+
+
+def test_a_library_of_micro_batches_is_for_the_updates_that_need_it_alone(described, monkeypatch):
+    """Full updates run as recorded where that is faster, also beside a smaller one."""
+    tried = []
+
+    def fastest(ways, measure, *_):
+        before = len(described.alone)
+        for each in ways.values():
+            measure(each)
+        tried.append(len(described.alone) > before)
+        return "inductor" if tried[-1] else "graph"
+
+    monkeypatch.setattr(timing, "_fastest", fastest)
+    net = MLP().double()
+    modules, made = [], []
+    for iterations in (1, 11):
+        before = len(described.alone)
+        how = {"gradient_accumulation": 2, "device_iterations": iterations}
+        model, engine, _ = trained(net, **how)
+        modules.append(model.module)
+        made.append(len(described.alone) - before)
+    # Each of four epochs ends with one; it was tried once.
+    assert made == [5, 4]
+    assert sorted(tried) == [False, True]
+    assert_equal(*modules)
+    plain, _, _ = trained(net, jit="graph", gradient_accumulation=2)
+    assert_close(modules[0], plain.module, 1e-10)
+    assert engine.training.way.explain() == [
+        "Compiled updates are not used, as was measured before.",
+        "Compiled micro-batches are kept, as was measured before.",
+    ]
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """What is begun to be compiled, where an update takes a second, and compiling six."""
+    begun, now, run = [], [0.0], UpdateRunner.run
+
+    def timed(runner, execution):
+        now[0] += len(execution.updates)
+        return run(runner, execution)
+
+    def start(part, compiles=True):
+        begun.append((part.title, *part._example.leaves[0].shape[:2]))
+
+    monkeypatch.setattr(UpdateRunner, "run", timed)
+    monkeypatch.setattr(CompiledPart, "start", start)
+    monkeypatch.setattr(CompiledPart, "may_be_there", lambda self: False)
+    make = functools.partial(JitAutotuner, clock=lambda: now[0])
+    monkeypatch.setattr(autotune.AutotunedWay, "_make", lambda way, compiled: make(compiled))
+    monkeypatch.setattr(autotune, "_CALL", 1.0)
+    monkeypatch.setattr(autotune, "_COMPILATION", 6.0)
+    monkeypatch.setattr(training, "missing", lambda: None)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    # Twelve seconds have to be saved, by 18 updates: seven tenths of each.
+    [(1, []), (2, [("updates", 4, 1)]), (40, [("updates", 4, 1), ("updates", 3, 1)])],
+)
+def test_a_tail_is_compiled_where_enough_of_them_are_to_come(epochs, expected, begun):
+    """One in each epoch of 21 updates."""
+    model = ipufit.Model(MLP().double(), engine="embedded")
+    model.compile("sgd", "cross_entropy")
+    model.fit(*data(83), batch_size=4, epochs=epochs, verbose=0)
+    assert begun == expected
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_micro_batches_of_updates_that_mix_shapes_are_counted(is_compiling, begun, monkeypatch):
+    """Half a second for each of two; one compiler at a time."""
+    busy = property(lambda part: is_compiling and bool(begun))
+    monkeypatch.setattr(CompiledPart, "is_compiling", busy)
+    model = ipufit.Model(Pooled().double(), engine="embedded")
+    model.compile("sgd", "mse")
+    batches = sequences([(3, 4), (5, 4)] * 30)
+    model.fit(batches, gradient_accumulation=2, epochs=1, verbose=0)
+    assert begun == []
+    model.fit(batches, gradient_accumulation=2, epochs=2, verbose=0)
+    assert begun == [("micro-batches", 4, 3), ("micro-batches", 4, 5)][: 1 if is_compiling else 2]
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ are in test_inductor_compiled.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import ipufit
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.inductor import compiled as compiled_module
 from ipufit.engines.embedded.inductor import requirements
-from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.inductor.compiled import CompiledPart
 from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
 from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.errors import NonFiniteLossError
@@ -68,19 +69,31 @@ NETS = {
 }
 
 
+class Made(list):
+    """Functions of the updates that were made in one call; of the others, of their micro-batches.
+
+    Attributes:
+        alone: these.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.alone = []
+
+
 @pytest.fixture
 def described(monkeypatch):
-    """Descriptions run as they are; the number of updates made so."""
-    made = []
+    """Descriptions run as they are; those of the calls so far."""
+    made = Made()
 
-    def begin(self, request):
+    def begin(self, request, compiles):
         update = UpdateFunction(Request.of_json(request.to_json()).form)
 
         def run(*tensors):
             versions = [tensor._version for tensor in tensors]
             assert [tuple(t.shape) for t in tensors] == [shape for shape, _, _ in request.inputs]
             assert [t.stride() for t in tensors] == [stride for _, stride, _ in request.inputs]
-            made.append(update)
+            (made if request.form.blocks else made.alone).append(update)
             results = update(*tensors)
             count = request.form.leaves * request.form.micro_batches
             assert [tensor._version for tensor in tensors[-count:]] == versions[-count:]
@@ -88,7 +101,7 @@ def described(monkeypatch):
 
         self._run, self.origin = run, "described"
 
-    monkeypatch.setattr(CompiledUpdates, "_begin", begin)
+    monkeypatch.setattr(CompiledPart, "_begin", begin)
     monkeypatch.setattr("ipufit.engines.embedded.engine.refuse_missing", lambda: None)
     return made
 
@@ -100,6 +113,27 @@ def embedded(net, optimizer, *loss, jit="inductor", **options):
 
 def reasons(engine):
     return engine.training.way.explain()
+
+
+TOGETHER = "Updates run described."
+ALONE = "Where an update is smaller or mixes shapes, its micro-batches run described."
+
+
+def calls(sizes, plan):
+    """How many updates have all their micro-batches, of one shape; micro-batches of the others."""
+    group = plan.ga * plan.replicas
+    updates = [sizes[start : start + group] for start in range(0, len(sizes), group)]
+    others = [update for update in updates if len(update) < group or len(set(update)) > 1]
+    return len(updates) - len(others), sum(map(len, others))
+
+
+def is_described(made, engine, plan, count, epochs=2):
+    """Tell whether all updates of epochs of so many samples were made so, and explain says it."""
+    sizes = [min(plan.mb, count - start) for start in range(0, count, plan.mb)]
+    together, alone = calls(sizes, plan)
+    assert (len(made), len(made.alone)) == (epochs * together, epochs * alone)
+    assert reasons(engine) == [TOGETHER] * bool(together) + [ALONE] * bool(alone)
+    return True
 
 
 @pytest.mark.few(
@@ -129,9 +163,7 @@ def test_described_updates_are_those_of_a_loop_by_hand(net, plan, described):
     assert history["loss"] == pytest.approx([loss for loss, _ in report], rel=TOLERANCE)
     accuracy = [(p.argmax(1) == y).double().mean().item() for _, p in report]
     assert history["accuracy"] == pytest.approx(accuracy)
-    full = plan.mb * plan.ga * plan.replicas
-    assert len(described) == 2 * (23 // full)
-    assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
+    assert is_described(described, engine, plan, 23)
 
 
 class Noisy(nn.Module):
@@ -171,9 +203,7 @@ def test_random_numbers_are_those_of_the_recorded_program(net, plan, described):
         ends.append(torch.rand(3))
     assert_close(nets[1], nets[0], TOLERANCE)
     assert torch.equal(*ends)
-    full = plan.mb * plan.ga * plan.replicas
-    assert len(described) == 2 * (23 // full)
-    assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
+    assert is_described(described, engine, plan, 23)
 
 
 class Sampling(nn.Module):
@@ -408,13 +438,12 @@ class Spectrum(nn.Module):
 
 
 @pytest.mark.few(
-    "<lambda>-sgd-options2-it computes with complex numbers",
+    "<lambda>-sgd-options1-it computes with complex numbers",
 )
 @pytest.mark.parametrize(
     ("net", "optimizer", "options", "reason"),
     [
         (Sampling, "sgd", {}, "it draws random numbers that depend on more than a shape"),
-        (MLP, OwnSGD, {}, "OwnSGD runs through its own step"),
         (lambda: Spectrum().double(), "sgd", {}, "it computes with complex numbers"),
     ],
 )
@@ -435,17 +464,6 @@ def test_what_does_not_fit_runs_as_recorded_and_says_why(
     assert described == []
     assert reasons(engine) == [f"Updates run as recorded, not compiled: {reason}."]
     assert reasons(engine)[0] in model._session.explain()
-
-
-def test_losses_looked_at_late_are_not_compiled(described):
-    x, y = data(8)
-    model, engine = embedded(MLP().double(), "sgd")
-    engine.as_device = True
-    fit(model, x, y)
-    assert reasons(engine) == [
-        "Updates run as recorded, not compiled: losses are checked after an execution, which is "
-        "then undone."
-    ]
 
 
 @pytest.mark.parametrize(
@@ -488,7 +506,7 @@ def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr("ipufit.engines.embedded.engine.refuse_missing", lambda: None)
     monkeypatch.setattr(compiled_module, "Compilation", Compiling)
-    monkeypatch.setattr(CompiledUpdates, "_load", load)
+    monkeypatch.setattr(CompiledPart, "_load", load)
     dropped = []
     monkeypatch.setattr(
         compiled_module.LibraryStore, "find", lambda self, parts: tmp_path / "program.so"
@@ -547,22 +565,135 @@ def test_what_is_computed_again_waits_for_the_gradients_of_what_follows(describe
 SHAPES = [(3, 4), (3, 4), (5, 4), (5, 4), (3, 4), (5, 4), (5, 4), (5, 4), (3, 4), (3, 2)]
 
 
-@pytest.mark.parametrize("iterations", [1, 5])
-def test_updates_of_every_shape_are_compiled(iterations, described):
-    """Those that mix shapes, or are smaller, run as recorded; the numbers are those of a loop."""
-    batches = sequences(SHAPES)
-    model, engine = embedded(Pooled().double(), lambda p: torch.optim.AdamW(p, lr=0.01), "mse")
-    expected, _ = loop(model.module, batches, 2, epochs=2)
-    model.fit(batches, gradient_accumulation=2, device_iterations=iterations, epochs=2, verbose=0)
+class EndError(Exception):
+    """What ends a run in these tests."""
+
+
+def shaped(described, jit="inductor", drop=0.0, **plan):
+    """A fit on updates of one shape, of several, and of fewer micro-batches; what ran compiled."""
+    torch.manual_seed(0)
+    model, engine = embedded(Pooled(drop).double(), OPTIMIZERS["adamw"], "mse", jit=jit)
+    before = len(described), len(described.alone)
+    how = {"gradient_accumulation": 2, "epochs": 2, "seed": 1, "verbose": 0, **plan}
+    model.fit(sequences(SHAPES), **how)
+    return model, engine, (len(described) - before[0], len(described.alone) - before[1])
+
+
+def test_updates_of_every_shape_are_compiled(described):
+    """Those that mix shapes, or are smaller, by micro-batches; the numbers are those of a loop."""
+    model, engine, made = shaped(described)
+    expected, _ = loop(Pooled(), sequences(SHAPES), 2, epochs=2)
     close(weights(model), expected)
-    # One update for each shape, and one more of the longer one; each epoch has three of them.
-    assert len(described) == 2 * 3
+    together, alone = calls(SHAPES, Plan(ga=2))
+    assert made == (2 * together, 2 * alone) == (2 * 3, 2 * 4)
     assert len(set(map(id, described))) == 2
-    assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
-    for number, way in enumerate(engine.training.way._by_shape.values()):
-        way.origin = f"described {number} times"
-    shapes = [line.partition(": Full updates")[0] for line in reasons(engine)]
-    assert sorted(shapes) == ["Batches of (4, 3), (4, 2)", "Batches of (4, 5), (4, 2)"]
+    assert len(set(map(id, described.alone))) == 3
+    assert sorted(reasons(engine)) == [TOGETHER, ALONE]
+    for number, part in enumerate(engine.training.way._by_kind.values()):
+        part.origin = f"described {number} times"
+    shapes = [line.partition(": ")[0] for line in reasons(engine)]
+    long, short, fewer = (f"Batches of ({n}, {t}), ({n}, 2)" for n, t in ((4, 5), (4, 3), (2, 3)))
+    assert sorted(shapes) == [fewer, short, short, long, long]
+
+
+@pytest.mark.parametrize("iterations", [3, 6])
+def test_what_is_compiled_depends_on_each_update_alone(iterations, described):
+    """On no division into executions: bits, and how often each library is called."""
+    model, _, made = shaped(described, drop=0.3)
+    other, _, again = shaped(described, drop=0.3, device_iterations=iterations)
+    assert made == again
+    assert_equal(model.module, other.module)
+    recorded, _, _ = shaped(described, drop=0.3, jit="graph")
+    assert_close(model.module, recorded.module, TOLERANCE)
+
+
+def test_a_run_of_every_shape_goes_on_with_the_same_bits(described, tmp_path):
+    """Within an epoch, wherever it ends: none of the libraries is missed or used twice."""
+    several = []
+
+    def part(updates, **options):
+        """A fit that ends after so many updates."""
+        left = itertools.count()
+
+        def end(batch, logs):
+            if next(left) == updates:
+                raise EndError
+
+        callback = ipufit.callbacks.LambdaCallback(on_train_batch_begin=end)
+        before = len(described), len(described.alone)
+        try:
+            return shaped(described, drop=0.3, callbacks=[callback], **options)[0]
+        finally:
+            several.append((len(described) - before[0], len(described.alone) - before[1]))
+
+    whole = part(None)
+    goes_on = ipufit.Checkpoint(tmp_path, every_updates=1, resume="auto")
+    for updates in (3, 4):
+        with pytest.raises(EndError):
+            part(updates, checkpoint=goes_on)
+    assert_equal(part(None, checkpoint=goes_on).module, whole.module)
+    assert tuple(map(sum, zip(*several[1:]))) == several[0]
+
+
+def decay(update):
+    return 0.01 * (update >= 3)
+
+
+def push(update):
+    return 0.9 * (update >= 3)
+
+
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_settings_that_are_on_in_some_updates_have_libraries_of_their_own(iterations, described):
+    """Momentum from the fourth update on, which is another rule: in the middle of an execution."""
+    x, y = data(26)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        schedule = {"momentum": push, "weight_decay": decay}
+        model, _ = embedded(
+            MLP().double(), lambda p: torch.optim.SGD(p, lr=0.05), jit=jit, lr_scheduler=schedule
+        )
+        fit(model, x, y, Plan(4, iterations))
+        nets.append(model.module)
+    assert_close(nets[1], nets[0], TOLERANCE)
+    assert len(described) == 14
+    # Of the smaller last update both have momentum.
+    assert len(set(map(id, described))) == 3
+    assert described.alone == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "why"),
+    [
+        (lambda p: OwnSGD(p, lr=0.1), {}, "OwnSGD runs through its own step"),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1), {}, "Adagrad runs through its own step"),
+        (
+            lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=2),
+            {},
+            "LBFGS runs through its own step",
+        ),
+        (
+            {"conv": "sgd", "*": "adam"},
+            {"clip": {"conv": ipufit.Clip(norm=0.1)}},
+            "optimizers have their own gradient clipping",
+        ),
+    ],
+    ids=["subclass", "adagrad", "lbfgs", "clip"],
+)
+def test_micro_batches_are_compiled_where_the_optimizer_is_not(optimizer, options, why, described):
+    x, y = data(23)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, engine = embedded(plain_cnn(), optimizer, jit=jit, **options)
+        fit(model, x, y, Plan(4, 2, 2))
+        nets.append(model.module)
+    assert_close(nets[1], nets[0], TOLERANCE)
+    assert described == []
+    assert len(described.alone) >= 12
+    assert reasons(engine) == [f"As {why}, micro-batches alone run described."]
+    assert engine.training.way.jit == "inductor"
 
 
 @pytest.mark.long
@@ -570,12 +701,12 @@ def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(describ
     """Another process may measure otherwise, and finds the library all the same."""
     parts, codes = [], []
 
-    def begin(self, request):
+    def begin(self, request, compiles):
         parts.append(request.parts())
         codes.append(request.form.code)
         self._run = UpdateFunction(request.form)
 
-    monkeypatch.setattr(CompiledUpdates, "_begin", begin)
+    monkeypatch.setattr(CompiledPart, "_begin", begin)
     x, y = data(8)
     for products in (cpu_kernels.use_onednn_matmul, _other_products):
         torch.manual_seed(0)
