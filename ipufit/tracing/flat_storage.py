@@ -168,8 +168,13 @@ _LARGE = 2**18
 
 def large_apart(named: Sequence[Tuple[str, nn.Parameter]]) -> List[List[Tuple[str, nn.Parameter]]]:
     """Put each large parameter into a part by itself: nothing is copied to join its gradient."""
-    small = [each for each in named if each[1].numel() < _LARGE]
-    return [small, *([each] for each in named if each[1].numel() >= _LARGE)]
+    parts: List[List[Tuple[str, nn.Parameter]]] = [[]]
+    for each in named:
+        if each[1].numel() < _LARGE:
+            parts[0].append(each)
+        else:
+            parts.append([each])
+    return parts
 
 
 def group_alike(
