@@ -427,8 +427,9 @@ def _rows(rows: ArrayLoader) -> Configuration:
     """Form and content of some of the rows, from the first to the last."""
     count = int(rows.leaves()[0].shape[0])
     chosen = torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float64).long()
-    some = dataclasses.replace(rows, order=lambda: chosen, samples=len(chosen))
-    leaves = [leaf for picked in some.picked(ReadAhead(_ROWS)) for leaf in picked.leaves]
+    count = len(chosen)
+    some = dataclasses.replace(rows, order=lambda: chosen, samples=count, batch_size=count)
+    leaves = [leaf[0] for picked in some.picked(ReadAhead()) for leaf in picked.leaves]
     forms = [f"{str(leaf.dtype)[6:]} {[*leaf.shape[1:]]}" for leaf in leaves]
     return {"columns": forms, "content": _tensor_digest(leaves)}
 

@@ -76,17 +76,15 @@ class MicroBatch:
     structure: tree.Structure
     size: int
     extras: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    # The tensors that its leaves are rows of, and how many of its size come before it there.
+    # The tensors that hold its leaves among those of others, and how many of these come before.
     _place: Optional[Tuple[Sequence[Tensor], int]] = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
 
     @staticmethod
-    def split_rows(
-        leaves: Sequence[Tensor], structure: tree.Structure, size: int
-    ) -> List[MicroBatch]:
-        """Split tensors along the first dimension into micro-batches of one size."""
-        columns = [torch.split(leaf, size) for leaf in leaves]
+    def unstack(leaves: Sequence[Tensor], structure: tree.Structure) -> List[MicroBatch]:
+        """Make the micro-batches that tensors of shape (micro-batches, samples, ...) hold."""
+        columns, size = map(Tensor.unbind, leaves), leaves[0].shape[1]
         micro_batches = [MicroBatch(rows, structure, size) for rows in zip(*columns)]
         for number, batch in enumerate(micro_batches):
             object.__setattr__(batch, "_place", (leaves, number))
@@ -102,8 +100,7 @@ class MicroBatch:
         if first._place is not None:
             whole, number = first._place
             if all(batch._is_at(whole, number + i) for i, batch in enumerate(batches)):
-                start, end = number * first.size, (number + len(batches)) * first.size
-                return [whole[i][start:end] for i in which]
+                return [whole[i][number : number + len(batches)].flatten(0, 1) for i in which]
         return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
 
     @property

@@ -67,31 +67,26 @@ class BatchValidator:
             self._picked = None
             micro_batch = self(raw, index)
             return [micro_batch.clone() if self._source.reuses_memory else micro_batch]
-        last = self._last
-        if last is not None and raw.structure == self._picked and self._are_like(last, raw):
-            leaves = cast(raw.leaves[: self._used], self._last_casts)
-            return MicroBatch.split_rows(leaves, last.structure, last.size)
-        return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
+        last, used = self._last, raw.leaves[: self._used]
+        if last is not None and raw.structure == self._picked:
+            # Then none of the batches needs a closer look.
+            pairs = zip(used, last.leaves)
+            if all(a.shape[1:] == b.shape and a.dtype == b.dtype for a, b in pairs):
+                return MicroBatch.unstack(cast(used, self._last_casts), last.structure)
+        return [
+            self._picked_one(leaves, raw.structure, index + i)
+            for i, leaves in enumerate(raw.each())
+        ]
 
-    def _picked_one(self, one: RowBlock, index: int) -> MicroBatch:
-        batch = self._unpacked(tree.unflatten(one.leaves, one.structure), index)
-        used = one.leaves[: len(batch.leaves)]
+    def _picked_one(
+        self, leaves: Sequence[Tensor], structure: tree.Structure, index: int
+    ) -> MicroBatch:
+        batch = self._unpacked(tree.unflatten(leaves, structure), index)
+        used = leaves[: len(batch.leaves)]
         same = not is_weighted(batch) and not batch.extras
         same = same and all(map(operator.is_, used, batch.leaves))
-        self._picked, self._used = (one.structure if same else None), len(used)
+        self._picked, self._used = (structure if same else None), len(used)
         return self._in_dtypes(batch)
-
-    def _are_like(self, last: MicroBatch, picked: RowBlock) -> bool:
-        """True if none of the batches needs a closer look."""
-        pairs = zip(picked.leaves[: self._used], last.leaves)
-        return (
-            not len(picked.leaves[0]) % picked.batch_size
-            and picked.batch_size == last.size
-            and all(
-                now.shape[1:] == before.shape[1:] and now.dtype == before.dtype
-                for now, before in pairs
-            )
-        )
 
     def __call__(self, raw: object, index: int) -> MicroBatch:
         """The micro-batch for the loader's batch number ``index`` of this epoch.

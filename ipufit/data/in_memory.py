@@ -46,33 +46,40 @@ class ReadAhead:
 
 @dataclasses.dataclass(frozen=True)
 class RowBlock:
-    """Batches of rows that were copied together.
+    """Batches of equally many rows that were read together.
 
     Attributes:
-        leaves: the tensors, rows along the first dimension.
+        leaves: the tensors, shape (batches, rows, *features).
         structure: how they make a batch.
-        batch_size: rows of a batch; the last one may have fewer.
     """
 
     leaves: Sequence[Tensor]
     structure: tree.Structure
-    batch_size: int
+
+    @staticmethod
+    def of(rows: Sequence[Tensor], structure: tree.Structure, size: int) -> List[RowBlock]:
+        """Divide rows into batches of this size, of which the last may have fewer."""
+        count, rest = divmod(len(rows[0]), size)
+        whole = [leaf[: count * size].view(count, size, *leaf.shape[1:]) for leaf in rows]
+        blocks = [RowBlock(whole, structure)] if count else []
+        if rest:
+            blocks.append(RowBlock([leaf[-rest:].unsqueeze(0) for leaf in rows], structure))
+        return blocks
 
     def __len__(self) -> int:
-        return -(-self.leaves[0].shape[0] // self.batch_size)
+        return self.leaves[0].shape[0]
 
     def part(self, begin: int, end: int) -> RowBlock:
         """Cut out some of the batches."""
-        rows = slice(begin * self.batch_size, end * self.batch_size)
-        return dataclasses.replace(self, leaves=[leaf[rows] for leaf in self.leaves])
+        return dataclasses.replace(self, leaves=[leaf[begin:end] for leaf in self.leaves])
 
-    def apart(self) -> List[RowBlock]:
-        """Yield the batches of the block, each by itself."""
-        return [self.part(i, i + 1) for i in range(len(self))]
+    def each(self) -> Iterator[Tuple[Tensor, ...]]:
+        """Yield the tensors of each batch."""
+        return zip(*map(Tensor.unbind, self.leaves))
 
     def batches(self) -> List[RawBatch]:
-        """Yield batches as the user's loader has them."""
-        return [tree.unflatten(each.leaves, self.structure) for each in self.apart()]
+        """Make batches as the user's loader has them."""
+        return [tree.unflatten(rows, self.structure) for rows in self.each()]
 
 
 def batch_count(raw: object) -> int:
@@ -119,7 +126,7 @@ class ArrayLoader:
             end = min(begin + horizon.batches * self.batch_size, samples)
             rows = slice(begin, end) if order is None else order[begin:end]
             picked = [_copy(leaf, rows) for leaf in leaves]
-            yield RowBlock(picked, self.structure, self.batch_size)
+            yield from RowBlock.of(picked, self.structure, self.batch_size)
             # Nothing is kept of batches that are done with.
             del leaves, picked
             begin = end

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
-import operator
 import time
 import weakref
 from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -30,8 +29,11 @@ from ipufit.data.loaders import like, sends_groups
 from ipufit.utils import tree
 
 # A worker sends so many batches at once at most, and makes them in so many seconds, as others wait
-# for the first of them; all messages share so many bytes.
-_MOST, _SECONDS, _BYTES = 32, 0.03, 2**24
+# for the first of them; all messages share so many bytes, in places of which so many are for
+# batches that are still in use.
+_MOST, _SECONDS, _BYTES, _IN_USE = 32, 0.03, 2**25, 4
+# Kernels may sum in another order where memory begins elsewhere.
+_ALIGNMENT = 64
 _Fetcher: Any = _utils.fetch._MapDatasetFetcher
 _torchs_worker: Any = _utils.worker
 # Readers whose workers stay from one pass to the next.
@@ -66,8 +68,8 @@ def read_here(
     def rows(rest: Iterator[List[int]]) -> Iterator[RawBatch]:
         for first in rest:
             lists = [first, *itertools.islice(rest, min(_MOST, horizon.batches) - 1)]
-            block = _columns(loader.dataset, lists)
-            yield from [block] if block else map(fetcher.fetch, itertools.chain(lists, rest))
+            blocks = _row_blocks(loader.dataset, lists)
+            yield from blocks or map(fetcher.fetch, itertools.chain(lists, rest))
 
     return rows(iter(indices))
 
@@ -126,7 +128,7 @@ class AsWorkerOfAll:
             self.then(worker)
 
 
-class LoaderReader:
+class LoaderReader(Iterator[RawBatch]):
     """Reads as a DataLoader does, but only batches that are named one by one, if it has such.
 
     Each batch is made by the worker that it would have in the loader, after the same ones: its
@@ -134,17 +136,31 @@ class LoaderReader:
     memory that they share with this process: a message of torch's takes longer than an update of a
     small network.
 
+    The messages of all workers that have as many batches are a turn, for which there is one place
+    in memory. Batches of a turn stay where they are, and the place is used again when nobody has
+    a tensor of it any more.
+
     Attributes:
         reader: starts the workers, which it has for itself.
-        memory: of each message that is on its way, or was read last.
+        memory: each place.
+        iterator: torch's of the pass, over messages if there is memory for them.
     """
 
     reader: DataLoader[object]
+    iterator: Any
 
     def __init__(self) -> None:
         self._sampler = _NamedBatches()
         self._count, self._most = 1, _MOST
         self.memory: List[Tensor] = []
+        # By place, whether somebody still has tensors of it.
+        self._users: dict[int, weakref.finalize[[Tensor], object]] = {}
+        # Places of which messages are on their way.
+        self._sent: set[int] = set()
+        # Of the last batches.
+        self._form: Optional[_Form] = None
+        self._ready: collections.deque[RawBatch] = collections.deque()
+        self._horizon = ReadAhead()
 
     @staticmethod
     def of(
@@ -157,20 +173,23 @@ class LoaderReader:
             worker: of a stream, which process this is, and of how many; None for map-style data.
             before: the reader of the last pass, whose memory and pace are gone on with.
         """
+        reader = _READERS.get(loader) or before or LoaderReader()
+        if reader is not before:
+            reader._form = None
         if loader in _READERS:
-            return _READERS[loader]
-        reader = before or LoaderReader()
+            return reader
         changes: dict[str, object] = {"batch_sampler": reader._sampler}
         if worker is not None:
             changes = {"worker_init_fn": AsWorkerOfAll(*worker, loader.worker_init_fn)}
         elif sends_groups(loader):
-            count = (loader.prefetch_factor + 1) * loader.num_workers
+            count = loader.prefetch_factor + 1 + _IN_USE
             if len(reader.memory) != count:
-                size = _BYTES // count
+                size = _BYTES // count // _ALIGNMENT * _ALIGNMENT
                 # Without pages until they are written to.
                 storage = torch.UntypedStorage._new_shared(count * size)  # type: ignore[no-untyped-call]
                 shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                 reader.memory = [*torch.split(shared, size)]
+                reader._users = {}
             groups = _Groups(loader.dataset, loader.collate_fn, reader.memory, _has_rows(loader))
             changes = {"dataset": groups, "batch_sampler": None, "sampler": reader._sampler}
             init = AsWorkerOfAll(0, 1, loader.worker_init_fn)
@@ -187,28 +206,73 @@ class LoaderReader:
             indices: of the samples of each; a stream has none.
             horizon: how many batches may come at once, as a ``RowBlock``.
         """
-        if not self.memory:
-            self._sampler.batches = indices
-            return iter(self.reader)
-        self._sampler.batches = self._tasks(iter(indices))
-        return GroupedBatches(self, iter(self.reader), horizon)
+        self._sent.clear()
+        self._ready.clear()
+        self._horizon = horizon
+        self._sampler.batches = self._tasks(iter(indices)) if self.memory else indices
+        self.iterator = iter(self.reader)
+        return self if self.memory else self.iterator
+
+    def __next__(self) -> RawBatch:
+        if not self._ready:
+            messages = [*itertools.islice(self.iterator, self.reader.num_workers)]
+            if not messages:
+                raise StopIteration
+            self.adapt(messages)
+            self._ready += self._received(messages)
+        first, most = self._ready.popleft(), max(1, self._horizon.batches)
+        if isinstance(first, ExceptionWrapper):
+            first.reraise()  # type: ignore[no-untyped-call]
+        if batch_count(first) > most:
+            self._ready.appendleft(first.part(most, len(first)))
+            return first.part(0, most)
+        return first
 
     def _tasks(self, rest: Iterator[List[int]]) -> Iterator[_Task]:
         """Deal batches out, to each worker the next message in turn, as torch does with batches."""
         workers = self.reader.num_workers
-        places = itertools.cycle(range(len(self.memory)))
         while True:
             turn = [*itertools.islice(rest, self._count * workers)]
             if not turn:
                 return
+            place = min({*range(len(self.memory))} - self._in_use() - self._sent)
+            self._sent.add(place)
             for worker in range(min(workers, len(turn))):
-                yield next(places), turn[worker::workers]
+                slots = range(worker, len(turn), workers)
+                yield place, slots, turn[worker::workers]
+
+    def _in_use(self) -> set[int]:
+        """Places of which somebody has a tensor."""
+        return {place for place, user in self._users.items() if user.alive}
 
     def adapt(self, messages: Sequence[_Message]) -> None:
         """Choose how many batches are read at once, by the last ones."""
         slowest = max(message.seconds for message in messages)
         self._most = min(self._most, *[message.most for message in messages])
         self._count = max(1, min(self._most, int(_SECONDS / max(slowest, 1e-6))))
+
+    def _received(self, messages: Sequence[_Message]) -> Iterator[RawBatch]:
+        """Yield the batches of a turn in their order, and any error instead of the next one."""
+        place, memory = messages[0].place, _slots(self.memory[messages[0].place], messages[0].slots)
+        user = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
+        # Memory stays as long as a tensor of it.
+        self._users[place] = weakref.finalize(user, id, memory)
+        batches = torch.frombuffer(user, dtype=torch.uint8).view(memory.shape)
+        del user
+        self._sent.discard(place)
+        is_needed = len(self._in_use()) > _IN_USE
+        # After an error there is nothing.
+        rows = itertools.zip_longest(*[each.batches for each in messages], fillvalue=self)
+        entries = enumerate(itertools.chain.from_iterable(rows))
+        for form, group in itertools.groupby(entries, _form_of):
+            run = [*group]
+            if form is None:
+                yield from (batch for _, batch in run if batch is not self)
+                continue
+            # The first batches of a form may be used for long, as examples.
+            copies, pins = is_needed or form != self._form, self.iterator._pin_memory
+            self._form = form
+            yield form.block(batches[run[0][0] : run[-1][0] + 1], copies or pins, pins)
 
 
 class _NamedBatches:
@@ -221,62 +285,17 @@ class _NamedBatches:
         return iter(self.batches)
 
 
-class GroupedBatches(Iterator[RawBatch]):
-    """Pass over messages, of which with several workers each has every so many-th batch.
-
-    Args:
-        reader: whose pass it is.
-        iterator: torch's, over the messages.
-        horizon: how many batches may come at once.
-
-    Attributes:
-        iterator: torch's.
-    """
-
-    def __init__(self, reader: LoaderReader, iterator: Any, horizon: ReadAhead) -> None:
-        self.iterator = iterator
-        self._reader = reader
-        self._horizon = horizon
-        self._ready: collections.deque[RawBatch] = collections.deque()
-
-    def __next__(self) -> RawBatch:
-        if not self._ready:
-            self._receive()
-        first, most = self._ready.popleft(), max(1, self._horizon.batches)
-        if isinstance(first, ExceptionWrapper):
-            first.reraise()  # type: ignore[no-untyped-call]
-        if batch_count(first) > most:
-            self._ready.appendleft(first.part(most, len(first)))
-            return first.part(0, most)
-        return first
-
-    def _receive(self) -> None:
-        """Read the next message of each worker, and put their batches in order."""
-        messages = [*itertools.islice(self.iterator, self._reader.reader.num_workers)]
-        if not messages:
-            raise StopIteration
-        self._reader.adapt(messages)
-        rows = itertools.zip_longest(*[each.entries(self._reader.memory) for each in messages])
-        entries = (entry for row in rows for entry in row if entry is not None)
-        for form, run in itertools.groupby(entries, operator.itemgetter(0)):
-            values = [value for _, value in run]
-            if form is None:
-                self._ready += values
-            else:
-                self._ready.append(form.copied(values, self.iterator._pin_memory))
-
-
 class _Form(NamedTuple):
-    """Structure and tensors of batches whose bytes lie one after the other.
+    """Structure and tensors of batches, which lie one after the other in a slot.
 
     Attributes:
         structure: of a batch.
-        tensors: dtype and shape of each tensor.
-        size: bytes of all of them.
+        tensors: dtype, shape and bytes of each tensor.
+        size: bytes of a slot that has room for them.
     """
 
     structure: tree.Structure
-    tensors: List[Tuple[torch.dtype, Sequence[int]]]
+    tensors: List[Tuple[torch.dtype, Sequence[int], int]]
     size: int
 
     @staticmethod
@@ -285,25 +304,45 @@ class _Form(NamedTuple):
         rows = {leaf.shape[:1] if is_plain(leaf) and leaf.numel() else () for leaf in leaves}
         if len(rows) != 1 or () in rows or not structure.is_builtin:
             return None
-        tensors = [(leaf.dtype, leaf.shape) for leaf in leaves]
-        return _Form(structure, tensors, sum(map(_bytes, leaves)))
+        tensors = [(leaf.dtype, leaf.shape, leaf.numel() * leaf.element_size()) for leaf in leaves]
+        return _Form(structure, tensors, sum(_aligned(size) for *_, size in tensors))
 
-    def copied(self, addresses: Sequence[int], pin_memory: bool) -> RowBlock:
-        """Copy batches that lie at these addresses, without other threads."""
+    def pack(self, leaves: Sequence[Tensor], address: int) -> None:
+        """Copy a batch into the slot at this address."""
+        for leaf, (*_, size) in zip(leaves, self.tensors):
+            ctypes.memmove(address, leaf.data_ptr(), size)
+            address += _aligned(size)
+
+    def block(self, slots: Tensor, copies: bool, pin_memory: bool) -> RowBlock:
+        """Make batches of what lies in slots, copied or not."""
         leaves, begin = [], 0
-        for dtype, (rows, *shape) in self.tensors:
-            size = (len(addresses) * rows, *shape)
-            whole = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pin_memory)
-            step, target = _bytes(whole) // len(addresses), whole.data_ptr()
-            for number, address in enumerate(addresses):
-                ctypes.memmove(target + number * step, address + begin, step)
-            begin += step
-            leaves.append(whole)
-        return RowBlock(leaves, self.structure, self.tensors[0][1][0])
+        for dtype, shape, size in self.tensors:
+            part = slots[:, begin : begin + size]
+            begin += _aligned(size)
+            if copies:
+                source = part
+                part = torch.empty(
+                    part.shape, dtype=torch.uint8, device="cpu", pin_memory=pin_memory
+                )
+                # In this thread alone, unlike torch.
+                part.numpy()[:] = source.numpy()
+            leaves.append(part.view(dtype).view(len(part), *shape))
+        return RowBlock(leaves, self.structure)
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _aligned(size: int) -> int:
+    """Bytes of a tensor and the gap before the next one."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _slots(memory: Tensor, count: int) -> Tensor:
+    """Divide a place, which becomes (slots, bytes of each)."""
+    size = len(memory) // count // _ALIGNMENT * _ALIGNMENT
+    return memory[: count * size].view(count, size)
+
+
+def _form_of(entry: Tuple[int, object]) -> Optional[_Form]:
+    return entry[1] if isinstance(entry[1], _Form) else None
 
 
 class _Message(NamedTuple):
@@ -311,30 +350,22 @@ class _Message(NamedTuple):
 
     Attributes:
         place: of the memory that has some of them.
-        batches: each as it is, or the form of one that lies in memory, after those before it;
-            the last one may be an error instead.
+        slots: so many are there, one for each batch of all workers.
+        batches: each as it is, or the form of one that lies in its slot; the last one may be an
+            error instead.
         seconds: that a batch took.
         most: how many such batches to read at once.
     """
 
     place: int
+    slots: int
     batches: List[RawBatch]
     seconds: float
     most: int
 
-    def entries(self, memory: Sequence[Tensor]) -> Iterator[Tuple[Optional[_Form], RawBatch]]:
-        """Yield the form and the address of each batch in memory; None and the batch of others."""
-        address = memory[self.place].data_ptr()
-        for batch in self.batches:
-            if isinstance(batch, _Form):
-                yield batch, address
-                address += batch.size
-            else:
-                yield None, batch
 
-
-# Place in memory, and indices of the samples of each batch.
-_Task = Tuple[int, List[List[int]]]
+# Place in memory, slots of it, and indices of the samples of each batch.
+_Task = Tuple[int, range, List[List[int]]]
 
 
 @dataclasses.dataclass
@@ -344,7 +375,7 @@ class _Groups:
     Attributes:
         dataset: the user's.
         collate_fn: the user's.
-        memory: for each message that is on its way.
+        memory: each place for messages.
         has_rows: whether rows of a table make batches; False as soon as some do not.
     """
 
@@ -356,23 +387,24 @@ class _Groups:
     def __getitem__(self, task: _Task) -> _Message:
         """Make batches, of which each has the indices of its samples, as torch does."""
         start = time.perf_counter()
-        place, lists = task
+        place, slots, lists = task
         batches: List[RawBatch] = []
         failures: List[object] = []
         fetcher = _Fetcher(self.dataset, True, self.collate_fn, False)
         try:
-            block = _columns(self.dataset, lists) if self.has_rows else None
-            self.has_rows = block is not None
-            batches += block.batches() if block else ()
-            for indices in () if block else lists:
+            blocks = _row_blocks(self.dataset, lists) if self.has_rows else []
+            self.has_rows = bool(blocks)
+            for block in blocks:
+                batches += block.batches()
+            for indices in () if blocks else lists:
                 batches.append(fetcher.fetch(indices))
         except Exception:
             # As torch's worker does.
             where = f"in DataLoader worker process {_torchs_worker._worker_info.id}"
             failures.append(ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
         seconds = (time.perf_counter() - start) / max(1, len(batches))
-        batches, most = _packed(batches, self.memory[place])
-        return _Message(place, batches + failures, seconds, most)
+        batches, most = _packed(batches, self.memory[place], slots)
+        return _Message(place, slots.stop, batches + failures, seconds, most)
 
 
 def _has_rows(loader: Any) -> bool:
@@ -384,18 +416,18 @@ def _has_rows(loader: Any) -> bool:
     return is_plain_table and loader.collate_fn is default_collate
 
 
-def _columns(dataset: Any, lists: Sequence[List[int]]) -> Optional[RowBlock]:
-    """Rows of such a dataset for several batches; None where each may be of another kind."""
+def _row_blocks(dataset: Any, lists: Sequence[List[int]]) -> List[RowBlock]:
+    """Rows of such a dataset for several batches; [] where each may be of another kind."""
     sizes = [*map(len, lists)]
     if max(sizes) != sizes[0] or len(set(sizes[:-1])) > 1:
-        return None
+        return []
     rows = [*itertools.chain.from_iterable(lists)]
     while type(dataset) is Subset:
         rows, dataset = [dataset.indices[row] for row in rows], dataset.dataset
     try:
         columns = dataset[rows]
     except Exception:
-        return None  # which batch, and which row, is found out when each is read
+        return []  # which batch, and which row, is found out when each is read
     for name, column in columns.items():
         feature = dataset.features[name]
         while hasattr(feature, "feature"):
@@ -403,33 +435,33 @@ def _columns(dataset: Any, lists: Sequence[List[int]]) -> Optional[RowBlock]:
         is_tensor = isinstance(column, Tensor)
         # Where a number is missing, whole numbers are not whole ones any more.
         if not is_tensor or (column.is_floating_point() and "float" not in feature.dtype):
-            return None
+            return []
     leaves, structure = tree.flatten(columns)
-    return RowBlock(leaves, structure, sizes[0])
+    return [*RowBlock.of(leaves, structure, sizes[0])]
 
 
-def _packed(batches: Sequence[RawBatch], memory: Tensor) -> Tuple[List[RawBatch], int]:
-    """Copy batches into memory.
+def _packed(
+    batches: Sequence[RawBatch], memory: Tensor, slots: range
+) -> Tuple[List[RawBatch], int]:
+    """Copy batches into slots of a place in memory.
 
     Returns:
-        Their forms, or batches that have none or no room, and how many have room.
+        Their forms, or batches that have none or no room, and how many of a worker have room.
     """
     entries: List[RawBatch] = []
     form: Optional[_Form] = None
-    begin, most = 0, _MOST
-    for batch in batches:
+    most, targets = _MOST, _slots(memory, slots.stop)
+    for batch, slot in zip(batches, slots):
         leaves, structure = tree.flatten(batch)
         new = _Form.of(leaves, structure)
         # What is the same object is sent once.
         form = form if new == form else new
-        most = min(most, len(memory) // form.size if form else 1)
-        if form is None or begin + form.size > len(memory):
+        most = min(most, len(memory) // slots.step // form.size if form else 1)
+        if form is None or form.size > targets.shape[1]:
             entries.append(batch)
-            continue
-        for leaf in leaves:
-            ctypes.memmove(memory.data_ptr() + begin, leaf.data_ptr(), _bytes(leaf))
-            begin += _bytes(leaf)
-        entries.append(form)
+        else:
+            form.pack(leaves, targets[slot].data_ptr())
+            entries.append(form)
     return entries, most
 
 

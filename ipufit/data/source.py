@@ -355,7 +355,13 @@ class DataAdapter:
                     if index or is_new or self.is_held
                     else loaders.starting_workers(loader)
                 )
-                with located_errors, drawing, self._in_turn(loader), starts:
+                # A stream that is read here may ask which worker it is.
+                turn = (
+                    _NOTHING
+                    if self._worker is None or loader.num_workers
+                    else as_worker(loader.dataset, *self._worker)
+                )
+                with located_errors, drawing, turn, starts:
                     try:
                         batch = next(iterator)
                     except StopIteration as error:
@@ -415,12 +421,6 @@ class DataAdapter:
             return read_here(loader, indices, horizon)
         self._reader = LoaderReader.of(loader, self._worker, self._reader)
         return self._reader.start(indices, horizon)
-
-    def _in_turn(self, loader: Any) -> ContextManager[None]:
-        """Around the reading of a stream in this process, which may ask which worker it is."""
-        if self._worker is None or loader.num_workers:
-            return _NOTHING
-        return as_worker(loader.dataset, *self._worker)
 
     def _drawing(self, stream: DataStream) -> ContextManager[None]:
         return _NOTHING if self.draws_nothing else stream.active()

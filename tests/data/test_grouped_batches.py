@@ -280,11 +280,52 @@ def test_a_message_has_many_small_batches(monkeypatch):
 
 
 def test_a_message_of_large_batches_has_as_many_as_fit(monkeypatch):
-    monkeypatch.setattr(loader_reader, "_BYTES", 6 * 320)
+    # Seven places, each for two messages; a batch takes 64 bytes for each of its tensors.
+    monkeypatch.setattr(loader_reader, "_BYTES", 7 * 2 * 8 * 128)
     counts = messages(small(), monkeypatch)
     assert counts == [*[[1, 1]] * 3, *[[8, 8]] * 12, [1, 1]]
-    monkeypatch.setattr(loader_reader, "_BYTES", 6 * 32)
+    monkeypatch.setattr(loader_reader, "_BYTES", 7 * 2 * 128)
     assert messages(small(), monkeypatch) == [[1, 1]] * 100
+
+
+def is_shared(source, batch):
+    """Say whether a batch lies in the memory that workers write to."""
+    memory = source._reader.memory
+    begin, end = memory[0].data_ptr(), memory[-1].data_ptr() + len(memory[-1])
+    return begin <= batch[0].data_ptr() < end
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_stay_in_the_memory_of_workers_while_they_are_held(persistent, monkeypatch):
+    """Four turns at most; those that come later are copied, and none is ever overwritten."""
+    monkeypatch.setattr(loader_reader, "_BYTES", 7 * 2 * 4 * 128)
+    loader = small(persistent_workers=persistent)
+    wanted = torch.arange(200).tolist()
+    source = DataAdapter(loader, "data")
+    for number in range(2):
+        passed = []
+        for batch in batches_of(source, DataStream(0, "data", number)):
+            passed.append(is_shared(source, batch))
+            del batch
+        # The first ones of a form may be examples for all others.
+        assert passed == [bool(number)] * 2 + [True] * 198
+    held = [*batches_of(source, DataStream(0, "data", 0))]
+    assert [is_shared(source, batch) for batch in held] == [True] * 32 + [False] * 168
+    # So many places are left that a pass can begin.
+    again = [*batches_of(source, DataStream(0, "data", 0))]
+    assert not any(is_shared(source, batch) for batch in again)
+    del source, loader
+    gc.collect()
+    for batches in (held, again):
+        assert [int(x[0, 0]) for x, _ in batches] == [int(y) for _, y in batches] == wanted
+
+
+def test_a_second_fit_does_not_hold_memory_of_workers_that_stay():
+    loader = small(persistent_workers=True)
+    for _ in range(2):
+        source = DataAdapter(loader, "data")
+        first = next(batches_of(source, DataStream(0, "data", 0)))
+        assert not is_shared(source, first)
 
 
 def test_a_message_of_batches_that_take_long_has_one(monkeypatch):
