@@ -14,10 +14,19 @@ from torch.utils.data import Dataset, TensorDataset
 from ipufit.callbacks import LambdaCallback
 from ipufit.callbacks.history import History, best_place
 from ipufit.core import Direction, Verbose
+from ipufit.core.train_config import Outputs
 from ipufit.data.adapters import DataArguments, comes_in_samples
-from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError, PlanError, brief_error
+from ipufit.data.settings import Loading
+from ipufit.errors import (
+    ConfigurationError,
+    DataError,
+    IpufitError,
+    NonFiniteLossError,
+    brief_error,
+)
 from ipufit.search.stacked import StackedModels, UnstackableError, kind_of, of_row
 from ipufit.training import fit
+from ipufit.training.arguments import checked_seed
 from ipufit.training.fit_data import FitRequest
 from ipufit.training.model import Model
 from ipufit.utils import tree
@@ -131,8 +140,9 @@ def fit_many(
     batch_size = options.get("batch_size")
     if not comes_in_samples(DataArguments("training data", x, y, batch_size=batch_size)):
         raise DataError(
-            "fit_many reads the samples in an order for each model, but the training data already "
-            f"comes in batches, from a {type(x).__name__}. Pass tensors, arrays or the dataset."
+            "fit_many reads the samples in an order for each model, which can't be done with a "
+            f"{type(x).__name__}: it comes in batches, or has no samples. Pass tensors, arrays or "
+            "the dataset."
         )
     of_one = [name for name in ("callbacks", "checkpoint") if options.get(name)]
     if of_one:
@@ -146,18 +156,14 @@ def fit_many(
     options.update(x=x, y=y, device_iterations=device_iterations)
     level = resolve_verbose(verbose)
     alone = fit_alike(results, options, bool(level))
-    for reason in dict.fromkeys(reason for _, reason in alone):
+    for reason in dict.fromkeys(reason for _, reason in alone) if len(results) > 1 else ():
         places = [str(results.index(result)) for result, why in alone if why == reason]
         warn_user(
             f"{len(places)} of {len(results)} models train one after another (number "
             f"{', '.join(places)}): {reason}."
         )
-    options = _with_iterations(options, 1)
     for result, _ in alone:
-        try:
-            result.model.fit(verbose=0, seed=result.seed, **options)
-        except NonFiniteLossError as error:
-            result.error = error
+        _fit_alone(result, options)
         if level:
             say(str(result))
     return results
@@ -174,7 +180,7 @@ def fit_alike(
         shows: whether a line is printed after each epoch.
     """
     x, weights = options["x"], ("sample_weight", "class_weight")
-    kinds: Dict[object, List[FitResult]] = {}
+    kinds: List[Tuple[Mapping[str, object], List[FitResult]]] = []
     alone: List[Tuple[FitResult, str]] = []
     for result in results:
         try:
@@ -182,11 +188,17 @@ def fit_alike(
                 raise UnstackableError(f"a {type(x).__name__} makes its samples one by one")
             if any(options.get(name) is not None for name in weights):
                 raise UnstackableError("samples have weights")
-            kinds.setdefault(kind_of(result.model), []).append(result)
+            kind: Mapping[str, object] = kind_of(result.model)
+            alike = next((results for other, results in kinds if other == kind), [])
+            if not alike:
+                kinds.append((kind, alike))
+            alike.append(result)
         except UnstackableError as error:
             alone.append((result, str(error)))
-    for alike in kinds.values():
-        reason = "no other model has the same structure"
+    for kind, alike in kinds:
+        differ = [_differences(kind, other) for other, _ in kinds if other is not kind]
+        names = min(differ, key=len, default=["structure"])
+        reason = f"no other model has the same {', '.join(names[:3])}"
         try:
             if len(alike) > 1:
                 _fit_as_one(alike, options, shows)
@@ -197,6 +209,10 @@ def fit_alike(
     return alone
 
 
+def _differences(kind: Mapping[str, object], other: Mapping[str, object]) -> List[str]:
+    return [name for name in {**kind, **other} if kind.get(name) != other.get(name)]
+
+
 def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> List[FitResult]:
     """Make the models of a grid.
 
@@ -204,7 +220,7 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
         ConfigurationError: it is no grid, or what is made is no compiled model.
     """
     settings: tree.Tree = grid
-    if isinstance(grid, Mapping) and all(isinstance(values, Iterable) for values in grid.values()):
+    if isinstance(grid, Mapping) and all(map(_are_several, grid.values())):
         settings = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     settings = list(settings) if isinstance(settings, Iterable) else []
     if not settings or not all(isinstance(setting, Mapping) for setting in settings):
@@ -212,44 +228,91 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
             "grid must be a list of settings, such as [{'lr': 0.1}, {'lr': 0.01}], or a dict of "
             f"lists, such as {{'lr': [0.1, 0.01]}}, with at least one setting, got {grid!r}."
         )
+    if not callable(build):
+        raise ConfigurationError(
+            f"build must be a function that makes a compiled ipufit.Model, got {build!r}. Pass the "
+            "function itself, without calling it."
+        )
     parameters = inspect.signature(build).parameters.values()
     takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
-    results = []
-    for setting in settings:
+    seeds = [setting.get("seed", seed) for setting in settings]
+    # Before build, which may seed the generator that they come from.
+    numbers = [draw_seed() if each is None else checked_seed(each) for each in seeds]
+    results: List[FitResult] = []
+    owners: Dict[int, FitResult] = {}
+    for setting, of_setting, number in zip(settings, seeds, numbers):
         model = build(**{n: v for n, v in setting.items() if takes_seed or n != "seed"})
         if not isinstance(model, Model):
             raise ConfigurationError(
                 f"build must return a compiled ipufit.Model, got {model!r} for {dict(setting)}. "
                 "Make the model, call its compile, and return it."
             )
-        model._compiled("fit_many")
-        number = setting.get("seed", seed)
-        results.append(FitResult(dict(setting), model, draw_seed() if number is None else number))
+        session = model._compiled("fit_many")
+        fixed = session.fixed.seed_or(of_setting)
+        result = FitResult(dict(setting), model, number if fixed is None else fixed)
+        results.append(result)
+        for parameter in (p for group in session.groups for p in group["params"]):
+            owner = owners.setdefault(id(parameter), result)
+            if owner is not result:
+                raise ConfigurationError(
+                    "build must make a net of its own for each setting, but those of "
+                    f"{owner.setting} and {result.setting} have parameters in common. Make the net "
+                    "inside of build."
+                )
     return results
 
 
-def _with_iterations(options: Setting, models: int) -> Setting:
-    """Fill in how many updates an execution of so many models has, where nobody says."""
-    if options.get("device_iterations") is not None:
+def _are_several(values: object) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
+
+
+def _with_iterations(results: Sequence[FitResult], options: Setting) -> Setting:
+    """Fill in how many updates an execution of these models has, where nothing depends on it."""
+    sessions = [result.model._compiled("fit_many") for result in results]
+    if (
+        options.get("device_iterations") is not None
+        or any("device_iterations" in session.fixed.names(True) for session in sessions)
+        or any(session.config.outputs != Outputs() for session in sessions)
+        or _loading(options).fast_dev_run
+    ):
         return dict(options)
     elements = sum(
         math.prod(leaf.shape[1:]) if hasattr(leaf, "shape") else _ELEMENTS
         for leaf in tree.flatten((options["x"], options["y"]))[0]
     )
-    updates = _ELEMENTS // (max(1, elements) * (options.get("batch_size") or 32) * models)
+    size = options.get("batch_size")
+    samples = size if isinstance(size, int) and size > 0 else 32
+    updates = _ELEMENTS // (max(1, elements) * samples * len(results))
     return {**options, "device_iterations": max(1, min(_UPDATES, updates))}
+
+
+def _loading(options: Setting) -> Loading:
+    loading = options.get("loading")
+    return loading if isinstance(loading, Loading) else Loading()
+
+
+def _fit_alone(result: FitResult, options: Setting) -> None:
+    """Train a model by itself, if it is not trained yet."""
+    if result.model._compiled("fit_many").updates:
+        return
+    try:
+        options = _with_iterations([result], options)
+        result.model.fit(verbose=0, seed=result.seed, **options)
+    except NonFiniteLossError as error:
+        result.error = error
 
 
 def _fit_as_one(results: Sequence[FitResult], options: Setting, shows: bool) -> None:
     """Train models as one.
 
     Raises:
-        UnstackableError: they can't; nothing has changed.
+        UnstackableError: they can't; nothing has changed, but that the first may be trained.
     """
-    options = _with_iterations(options, len(results))
+    of_one, options = options, _with_iterations(results, options)
     names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
     data = DataArguments("training data", *(options.pop(name, None) for name in names))
-    stacked = StackedModels([result.model for result in results], data.shuffle is not False)
+    are_shuffled = data.shuffle is not False and _loading(options).overfit_batches is None
+    stacked = StackedModels([result.model for result in results], are_shuffled)
     session = stacked.model._compiled("fit_many")
 
     def end_epoch(epoch: int, logs: Mapping[str, float]) -> None:
@@ -266,10 +329,16 @@ def _fit_as_one(results: Sequence[FitResult], options: Setting, shows: bool) -> 
     try:
         fit.fit(stacked.model, session, FitRequest(data, **options))
     except Exception as error:
-        # What is wrong with arguments or data is so for each model.
-        is_general = isinstance(error, (DataError, PlanError)) or type(error) is ConfigurationError
-        if session.updates or is_general:
+        if session.updates:
             raise
+        cause: Optional[BaseException] = error
+        while cause is not None:
+            if isinstance(cause, UnstackableError):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(error, IpufitError):
+            # What is wrong with arguments or data is so for each model, which names it better.
+            _fit_alone(results[0], of_one)
         raise UnstackableError(f"as one, they fail with {brief_error(error)}") from error
     finally:
         for row, result in enumerate(results if session.updates else ()):

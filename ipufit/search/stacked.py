@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import types
+from collections.abc import Iterator
 from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
 
 import torch
@@ -16,10 +18,13 @@ from torch.nn import functional
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import AUTO, GRAPH, KERNELS
 from ipufit.core.train_config import TrainConfig
+from ipufit.engines.embedded.context import EngineContext
+from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.losses import Loss, LossFacts, LossTerm
 from ipufit.metrics.metric_set import MetricInputs, MetricSet
 from ipufit.optim.rules import Group, rules_by_group
 from ipufit.optim.state import make_step_counter
+from ipufit.partition.partition import NOT_DIVIDED
 from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.fingerprint import StepModule, fingerprint
 from ipufit.tracing.recording import autograd_nodes
@@ -36,6 +41,8 @@ T = TypeVar("T")
 # Parameters of a net up to which it gains by others beside it. Updates of larger ones are bound by
 # arithmetic, and products of single matrices have faster kernels.
 _LARGEST = 2**15
+# The padding_idx of an embedding that has none, in the graph of autograd: -1 without a sign.
+_NO_ROW = 2**64 - 1
 
 
 class UnstackableError(Exception):
@@ -82,10 +89,20 @@ def _define_masks() -> bool:
 _CAN_DRAW = _define_masks()
 
 
-class _Rates(float):
-    """A dropout's rate in each model; as a number, that in the first."""
+class _RatesByModel:
+    """Rates of a dropout that differ: no number, so that nothing can compute with one of them.
 
-    by_row: List[float]
+    Args:
+        by_row: the rate in each model.
+    """
+
+    def __init__(self, by_row: List[float]) -> None:
+        self.by_row = by_row
+
+    def _refuse(self, *other: object) -> bool:
+        raise UnstackableError("forward depends on the rate of a dropout, which differs")
+
+    __bool__ = __eq__ = _refuse
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -129,6 +146,8 @@ class StackedNet(nn.Module):
         self.weights = nn.ParameterList(
             nn.Parameter(
                 torch.cat([_turned(rows[name]).reshape(len(modules), -1) for name in group], 1)
+                if group
+                else torch.empty(len(modules), 0)
             )
             for group in groups
         )
@@ -136,9 +155,8 @@ class StackedNet(nn.Module):
         self._others = [name for name in rows if name not in trained]
         for place, name in enumerate(self._others):
             self.register_buffer(f"other_{place}", rows[name])
-        self._rates = [_Rates(part.p) for part in _dropouts(modules[0])]
-        for rates, *parts in zip(self._rates, *map(_dropouts, modules)):
-            rates.by_row = [part.p for part in parts]
+        rates = [[part.p for part in parts] for parts in zip(*map(_dropouts, modules))]
+        self._rates = [_RatesByModel(p) if len({*p}) > 1 else p[0] for p in rates]
         # What one call of forward hands on.
         self._latest = types.SimpleNamespace(parts={}, level=0)
 
@@ -159,6 +177,11 @@ class StackedNet(nn.Module):
         return tensors
 
     @property
+    def buffer_names(self) -> Dict[str, str]:
+        """By the names of buffers in a program of this module, those in a program of one model."""
+        return {f"net.other_{i}": f"net.{name}" for i, name in enumerate(self._others)}
+
+    @property
     def dim(self) -> Optional[int]:
         """Dimension over the models in a batch; None where it has none."""
         return 1 if self.training and self.orders_differ else None
@@ -167,10 +190,14 @@ class StackedNet(nn.Module):
         """Make sure that a loss depends on all trained parameters.
 
         Raises:
-            UnstackableError: an optimizer would take no gradient for one of zero.
+            UnstackableError: an optimizer would take no gradient for one of zero, or torch computes
+                another gradient.
         """
         parts, self._latest.parts = self._latest.parts, {}
         nodes = list(autograd_nodes([loss.grad_fn])) if loss.requires_grad else []
+        # torch keeps the gradient of this row zero in the first model alone.
+        if any(getattr(node, "_saved_padding_idx", _NO_ROW) != _NO_ROW for node in nodes):
+            raise UnstackableError("an embedding has a padding_idx")
         ends = {each for node in nodes for each in node.next_functions}
         for name, part in parts.items() if nodes else ():
             if (part.grad_fn, part.output_nr) not in ends:
@@ -190,20 +217,20 @@ class StackedNet(nn.Module):
             self._latest.level = _functorch.maybe_get_level(next(iter(tensors.values())))
             return functional_call(template, tensors, args, kwargs)
 
-        attention = "scaled_dot_product_attention"
         in_place = [
-            (functional, "dropout", _in_this_thread(self._drop, functional.dropout)),
-            (functional, attention, _in_this_thread(_attend, getattr(functional, attention))),
+            _in_this_thread("dropout", self._drop),
+            _in_this_thread("scaled_dot_product_attention", _attend),
             *((part, "p", rates) for part, rates in zip(_dropouts(template), self._rates)),
         ]
-        with LOCK, (train_mode if self.training else eval_mode)(template), replaced(*in_place):
+        mode = train_mode if self.training else eval_mode
+        with LOCK, mode(template), replaced(*in_place), _no_fallback_warning():
             return vmap(call, (0, dim, dim), 1, randomness="error")(rows, args, kwargs)
 
     def _drop(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self, input: Tensor, p: object = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         """Stand in for torch's dropout: each model draws random numbers of its own."""
-        rates = p.by_row if isinstance(p, _Rates) else [float(p)] * len(self.weights[0])
+        rates = p.by_row if isinstance(p, _RatesByModel) else [p] * len(self.weights[0])
         if not training or not any(rates):
             return input
         if not _CAN_DRAW:
@@ -217,14 +244,26 @@ class StackedNet(nn.Module):
         return input.mul_(mask) if inplace else input * mask
 
 
-def _in_this_thread(
-    stand_in: Callable[..., Tensor], original: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    """Make a function that stands in for another one, but not for what other threads do."""
-    thread = threading.get_ident()
-    return lambda *args, **kwargs: (stand_in if threading.get_ident() == thread else original)(
-        *args, **kwargs
-    )
+@contextlib.contextmanager
+def _no_fallback_warning() -> Iterator[None]:
+    """Let torch warn of no operator that it runs for one model after another."""
+    _functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+
+
+def _in_this_thread(name: str, stand_in: Callable[..., Tensor]) -> Tuple[object, str, object]:
+    """Say how to replace a function of torch, but not for what other threads do."""
+    thread, original = threading.get_ident(), getattr(functional, name)
+
+    def call(*args: object, **kwargs: object) -> Tensor:
+        is_here = threading.get_ident() == thread
+        result: Tensor = (stand_in if is_here else original)(*args, **kwargs)
+        return result
+
+    return functional, name, call
 
 
 def _attend(*args: object, **kwargs: object) -> Tensor:
@@ -252,8 +291,11 @@ class _StackedLoss(Loss):
         self, prediction: object, target: object, sample_weight: object = None
     ) -> LossTerm:
         """Return the sum for one micro-batch, of the models whose losses are finite."""
+        if sample_weight is not None:
+            raise UnstackableError("samples have weights")
         of_one = self.of_one
-        losses = vmap(lambda p, t: of_one(p, t).value, (1, self.net.dim))(prediction, target)
+        with _no_fallback_warning():
+            losses = vmap(lambda p, t: of_one(p, t).value, (1, self.net.dim))(prediction, target)
         self.net.check_gradients(losses)
         finite = torch.where(losses.isfinite(), losses, torch.zeros_like(losses))
         # They are reported in this type: once is quicker than for each.
@@ -352,6 +394,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _may_differ(setting: object) -> bool:
+    """Say whether a setting of an optimizer is a number, or numbers such as Adam's betas."""
+    return _is_number(setting) or (isinstance(setting, tuple) and all(map(_is_number, setting)))
+
+
 def _stack_groups(
     kind: Type[torch.optim.Optimizer], weight: nn.Parameter, groups: Sequence[Group]
 ) -> Dict[str, tree.Tree]:
@@ -363,8 +410,8 @@ def _stack_groups(
     return {**first, **most, **differ, "params": [weight], "kind": kind}
 
 
-def kind_of(model: Model) -> Tuple[object, ...]:
-    """Return a value that is equal for models that can train as one.
+def kind_of(model: Model) -> Dict[str, Tuple[object, ...]]:
+    """Return what must be equal for models that can train as one, by a name for people.
 
     Raises:
         UnstackableError: this one can't train together with any other.
@@ -374,6 +421,10 @@ def kind_of(model: Model) -> Tuple[object, ...]:
     on_cpu = session.engine.name == "embedded" and device_of(module).type == "cpu"
     if not on_cpu or session.processes.is_distributed:
         raise UnstackableError("several models train as one on a CPU, in one process")
+    divided = session.divided
+    is_divided = divided.partitions is not NOT_DIVIDED or divided.auto_round_ipus
+    if is_divided or session.fixed != IpuSettings():
+        raise UnstackableError("compile divides the model, or has settings of a config or poptorch")
     free = ("gradient_reduction", "accumulation_dtype", "precision", "max_recordings", "jit")
     plain = dataclasses.replace(TrainConfig(), **{name: getattr(config, name) for name in free})
     if config != plain or config.jit not in (AUTO, GRAPH, KERNELS):
@@ -391,20 +442,38 @@ def kind_of(model: Model) -> Tuple[object, ...]:
     if elements > _LARGEST:
         raise UnstackableError(f"a net of {elements:,} parameters is faster by itself")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    groups = [
-        (
-            [names.get(id(parameter)) for parameter in group["params"]],
-            [(name, v) for name, v in group.items() if not _is_number(v) and name != "params"],
-        )
-        for group in session.groups
-    ]
+    groups = []
+    for group in session.groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise UnstackableError("its optimizer trains parameters of the loss")
+        if len({parameter.dtype for parameter in group["params"]}) > 1:
+            raise UnstackableError("parameters of its optimizer have several dtypes")
+        of_all = [(key, v) for key, v in group.items() if not _may_differ(v) and key != "params"]
+        groups.append(([names[id(parameter)] for parameter in group["params"]], of_all))
     with replaced(*((part, "p", 0.0) for part in _dropouts(module))):
         attributes, _ = fingerprint(StepModule(module, loss))
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    forms = [(n, t.shape, t.dtype, t.device, t.requires_grad) for n, t in tensors.items()]
-    texts = repr((groups, dataclasses.replace(loss, module=None), config, session.metrics.names))
-    # The first attributes are of module and loss together, of which each model has others.
-    return attributes[1:], tuple(forms), type(optimizer), texts
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    of_loss = [(t.dtype, t.tolist()) for t in _tensors_of(loss)]
+    parts: List[Tuple[str, object]] = [
+        # The first attributes are of module and loss together, of which each model has others; an
+        # object that the loss calls goes by its number.
+        *((part[0] if isinstance(part[0], str) else "loss", part) for part in attributes[1:]),
+        *((f"net.{name}", (t.shape, t.dtype, t.requires_grad)) for name, t in tensors),
+        ("loss", repr((dataclasses.replace(loss, module=None), of_loss))),
+        ("optimizer", repr((type(optimizer), groups))),
+        ("options of compile", repr(config)),
+        ("metrics", session.metrics.names),
+    ]
+    kind: Dict[str, Tuple[object, ...]] = {}
+    for name, part in parts:
+        title = repr(name[4:]) if name.startswith("net.") else name
+        kind[title] = (*kind.get(title, ()), part)
+    return kind
+
+
+def _tensors_of(loss: Loss) -> List[Tensor]:
+    """Parameters and buffers of a loss that is a module."""
+    return [] if loss.module is None else [*loss.module.parameters(), *loss.module.buffers()]
 
 
 class StackedModels:
@@ -453,6 +522,13 @@ class StackedModels:
         rows = self._net.rows()
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensor.copy_(rows[name][row])
+        # Buffers of each replica, with which a fit with as many of them goes on.
+        engine, of_all = session.engine, self.model._compiled("fit_many").engine
+        if isinstance(engine, EngineContext) and isinstance(of_all, EngineContext):
+            replicas = of_all.carried.replicas.of_row(row, self._net.buffer_names)
+            engine.carried.replicas = replicas
+        for tensor, shared in zip(_tensors_of(session.loss), _tensors_of(self._sessions[0].loss)):
+            tensor.copy_(shared)
         parameters = dict(module.named_parameters())
         for i, rule in enumerate(rules_by_group(optimizer)):
             assert rule is not None

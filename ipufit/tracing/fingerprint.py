@@ -286,7 +286,7 @@ _DEPTH_OF_OBJECTS = 6
 _LARGEST_ARRAY = 2**20
 
 
-def fingerprint(module: StepModule) -> Tuple[Tuple[object, ...], Tuple[object, ...]]:
+def fingerprint(module: StepModule) -> Tuple[Tuple[Tuple[object, ...], ...], Tuple[object, ...]]:
     """The attributes of a module and all below it, such as a dropout's rate or train mode.
 
     Hooks on parameters count too, the objects that the loss of a step module calls, and what the

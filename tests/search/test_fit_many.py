@@ -1,6 +1,7 @@
 """fit_many trains every model as its own fit does, in one program where that is possible."""
 
 import copy
+import functools
 import math
 import warnings
 
@@ -114,8 +115,22 @@ class Parts(nn.Module):
         return self.head(x) * self.factor + self.offset
 
 
+class Halves(nn.Module):
+    """Biases are frozen: all parameters of a group of ``sgd``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+        self.layer.bias.requires_grad_(False)
+
+    def forward(self, x):
+        """Apply the layer."""
+        return self.layer(x.flatten(1))
+
+
 def check(results, grid, x, y, make=build, seed=3, **options):
     """Compare with fits one after another; then train on, which needs all state to be there."""
+    plan = {name: options[name] for name in ("batch_size", "ipus") if name in options}
     assert [each.setting for each in results] == grid
     for each in results:
         setting = each.setting
@@ -124,7 +139,7 @@ def check(results, grid, x, y, make=build, seed=3, **options):
         assert each.error is None
         assert_same(each.model, alone)
     for model in (each.model, alone):
-        model.fit(x, y, verbose=0, seed=1, batch_size=options.get("batch_size"))
+        model.fit(x, y, verbose=0, seed=1, **plan)
     assert_same(each.model, alone)
 
 
@@ -155,6 +170,7 @@ SETTINGS = {
     "dampening": {"optimizer": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5},
     "adam": {},
     "amsgrad": {"amsgrad": True, "betas": (0.8, 0.99)},
+    "frozen": {"net": Halves, "optimizer": sgd},
     "adamw": {"optimizer": torch.optim.AdamW},
     "rmsprop": {"optimizer": torch.optim.RMSprop, "momentum": 0.5, "centered": True},
     "groups": {"optimizer": sgd, "momentum": 0.9},
@@ -216,6 +232,50 @@ def test_every_plan_and_its_tails(plan, programs):
     results = ipufit.fit_many(make, grid, x, y, verbose=0, **options)
     assert programs == [3]
     check(results, grid, x, y, make, **options)
+
+
+def test_buffers_of_all_replicas_are_those_of_a_fit(programs):
+    """With which a fit with as many replicas goes on."""
+    x, y = data()
+    grid = [{"lr": 0.1}, {"lr": 0.01}]
+
+    def make(lr):
+        return build(Running, 0, torch.optim.SGD, lr)
+
+    options = {"epochs": 2, "batch_size": 3, "seed": 7, "ipus": 2, "gradient_accumulation": 2}
+    results = ipufit.fit_many(make, grid, x, y, verbose=0, **options)
+    assert programs == [2]
+    check(results, grid, x, y, make, **options)
+
+
+def test_betas_and_rates_of_dropout_may_differ_where_a_group_is_frozen(programs):
+    """Numbers of an optimizer in a tuple, of one group among others."""
+    x, y = data()
+    grid = [{"betas": betas} for betas in ((0.8, 0.99), (0.9, 0.999))]
+    results = ipufit.fit_many(build, grid, x, y, verbose=0, seed=3, epochs=2)
+    assert programs == [2]
+    check(results, grid, x, y, epochs=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loading": ipufit.Loading(fast_dev_run=True), "validation_split": 0.2},
+        {"loading": ipufit.Loading(fast_dev_run=2)},
+        {"loading": ipufit.Loading(overfit_batches=2)},
+        {"loading": ipufit.Loading(limit_train_batches=3)},
+        {"steps_per_epoch": 2},
+    ],
+    ids=str,
+)
+def test_shorter_epochs_are_those_of_a_fit(options, programs):
+    """A trial has as many executions as that of one model, with as many updates."""
+    x, y = data()
+    options = {"epochs": 2, "batch_size": 4, **options}
+    grid = [{"lr": 0.1}, {"lr": 0.01}]
+    results = ipufit.fit_many(build, grid, x, y, verbose=0, seed=3, **options)
+    assert programs == [2]
+    check(results, grid, x, y, **options)
 
 
 def test_blocks_of_the_module_are_looked_for_in_one_model(programs):
@@ -280,7 +340,8 @@ def test_models_of_another_program_train_beside_the_others(programs):
     with pytest.warns(UserWarning, match="one after another") as caught:
         results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, epochs=2)
     assert [str(each.message) for each in caught] == [
-        "1 of 3 models train one after another (number 1): no other model has the same structure."
+        "1 of 3 models train one after another (number 1): no other model has the same '1', "
+        "'2', '1.weight'."
     ]
     check(results, grid, x, y, make, seed=3, epochs=2)
 
@@ -374,7 +435,52 @@ class Unused(nn.Module):
         return self.layer(x.flatten(1))
 
 
+class Words(nn.Module):
+    """An embedding whose first row stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 6, padding_idx=0), nn.Linear(6, 5)
+
+    def forward(self, x):
+        """Look up numbers that are made of the signs of the inputs."""
+        x = x.flatten(1)
+        return self.head(self.embed((x[:, ::2] > 0) + 2 * (x[:, 1::2] > 0)).mean(1))
+
+
+class Uneven(nn.Module):
+    """Parameters of two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.offset = nn.Linear(12, 5), nn.Parameter(torch.zeros(5))
+
+    def double(self):
+        """Convert the layer alone."""
+        self.layer.double()
+        return self
+
+    def forward(self, x):
+        """Add what has the other dtype."""
+        return self.layer(x.flatten(1)) + self.offset
+
+
+def fixed():
+    """Options of PopTorch that say how many micro-batches an update has."""
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(3)
+    return options
+
+
 ALONE = {
+    "words": ({"net": Words}, "an embedding has a padding_idx"),
+    "dtypes": ({"net": Uneven}, "parameters of its optimizer have several dtypes"),
+    "options": ({"poptorch": fixed()}, "has settings of a config or poptorch"),
+    "parallel": (
+        {"parallel": ipufit.Parallel(auto_round_ipus=True)},
+        "compile divides the model, or has settings",
+    ),
+    "last outputs": ({"outputs": "final"}, "compile has options for one model"),
     "attention": ({"net": Transformer}, "torch's attention can't run for several models at once"),
     "clip": ({"clip": ipufit.Clip(norm=1.0)}, "compile has options for one model"),
     "schedule": ({"lr_scheduler": "cosine"}, "{'lr_scheduler': 'Cosine'}."),
@@ -404,6 +510,109 @@ def test_what_can_not_run_as_one_trains_one_after_another(name):
     check(results, [{"lr": 0.1}, {"lr": 0.2}], x, y, make, seed=3)
 
 
+class Scaled(nn.Dropout):
+    """Computes with its rate."""
+
+    def forward(self, x):
+        """Scale what is left."""
+        return super().forward(x) * (1 - self.p)
+
+
+class Choosing(nn.Dropout):
+    """Decides by its rate."""
+
+    def forward(self, x):
+        """Leave small rates out."""
+        return x if self.p == 0.1 else super().forward(x)
+
+
+class Weighing(nn.Module):
+    """A loss with a buffer."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+    def forward(self, prediction, target):
+        """Multiply with the buffer."""
+        return nn.functional.cross_entropy(prediction, target) * self.factor
+
+
+class Times:
+    """A loss that is an object with a number."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, prediction, target):
+        return nn.functional.cross_entropy(prediction, target) * self.factor
+
+    def __repr__(self):
+        return "Times()"
+
+
+def dropout(kind):
+    return lambda p: build(lambda: nn.Sequential(nn.Flatten(), kind(p), nn.Linear(12, 5)))
+
+
+def classes(power):
+    return build(loss=nn.CrossEntropyLoss(torch.arange(1.0, 6.0).double() ** power))
+
+
+DIFFERENT = {
+    "a rate that is a factor": (dropout(Scaled), "p", "for -: 'int' and '_RatesByModel'"),
+    "a rate that decides": (dropout(Choosing), "p", "forward depends on the rate of a dropout"),
+    "weights of classes": (classes, "power", "no other model has the same loss"),
+    "a buffer of the loss": (
+        lambda factor: build(loss=Weighing(factor)),
+        "factor",
+        "no other model has the same loss",
+    ),
+    "an object as a loss": (
+        lambda factor: build(loss=Times(factor)),
+        "factor",
+        "no other model has the same loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_trains_one_after_another(name):
+    """Models that compute with other numbers are not one program."""
+    x, y = data()
+    make, argument, reason = DIFFERENT[name]
+    grid = [{argument: value} for value in (0.1, 0.6)]
+    with pytest.warns(UserWarning, match="one after another") as caught:
+        results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, epochs=2)
+    assert all(reason in str(each.message) for each in caught)
+    check(results, grid, x, y, make, epochs=2)
+
+
+def test_parameters_of_a_loss_train_one_after_another():
+    """They are moved with those of the net."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+        def forward(self, prediction, target):
+            return nn.functional.cross_entropy(prediction + self.shift, target)
+
+    def make(lr):
+        torch.manual_seed(0)
+        net, loss = MLP().double(), Shifted()
+        model = ipufit.Model(net)
+        model.compile(torch.optim.SGD([*net.parameters(), *loss.parameters()], lr), loss)
+        return model
+
+    x, y = data()
+    grid = [{"lr": 0.1}, {"lr": 0.2}]
+    with pytest.warns(UserWarning, match="its optimizer trains parameters of the loss"):
+        results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3)
+    check(results, grid, x, y, make)
+
+
 class Squares(Dataset):
     """Samples that are made one by one."""
 
@@ -414,13 +623,17 @@ class Squares(Dataset):
         return torch.full((12,), index / 12, dtype=torch.float64), index % 5
 
 
-@pytest.mark.parametrize("kind", ["weights", "dataset"])
+@pytest.mark.parametrize("kind", ["weights", "dataset", "weights of a dataset", "validation"])
 def test_data_that_can_not_be_stacked_trains_one_after_another(kind):
     """Weights of samples, and samples that code makes."""
     x, y = data()
     samples, options, reason = (x, y), {"sample_weight": torch.rand(23)}, "samples have weights"
     if kind == "dataset":
         samples, options, reason = (Squares(), None), {}, "a Squares makes its samples one by one"
+    if kind == "weights of a dataset":
+        samples, options = (TensorDataset(x, y, torch.rand(23)), None), {}
+    if kind == "validation":
+        options = {"validation_data": (x, y, torch.rand(23)), "epochs": 2}
     with pytest.warns(UserWarning, match=f"number 0, 1\\): {reason}"):
         results = ipufit.fit_many(build, {"lr": [0.1, 0.2]}, *samples, verbose=0, seed=3, **options)
     check(results, [{"lr": 0.1}, {"lr": 0.2}], *samples, **options)
@@ -475,6 +688,12 @@ def test_best_of_nothing_known_says_what_there_is():
     )
 
 
+def on(net, lr):
+    model = ipufit.Model(net)
+    model.compile(torch.optim.SGD(net.parameters(), lr), "cross_entropy")
+    return model
+
+
 REFUSED = {
     "an empty grid": ({"grid": []}, "grid must be a list of settings"),
     "a grid of numbers": ({"grid": [1, 2]}, "grid must be a list of settings"),
@@ -485,6 +704,22 @@ REFUSED = {
         "fit_many trains several models, but callbacks and checkpoint would be those of one. Leave "
         "it out, or call fit for each model.",
     ),
+    "a grid of a name": ({"grid": {"optimizer": "adam"}}, "got {'optimizer': 'adam'}"),
+    "a call": (
+        {"build": 3},
+        "build must be a function that makes a compiled ipufit.Model, got 3. Pass the function "
+        "itself, without calling it.",
+    ),
+    "one net for all": (
+        {"build": functools.partial(on, MLP().double())},
+        "build must make a net of its own for each setting, but those of {'lr': 0.1} and "
+        "{'lr': 0.2} have parameters in common. Make the net inside of build.",
+    ),
+    "a seed that is none": (
+        {"grid": [{"lr": 0.1, "seed": 1.5}]},
+        "seed must be an integer or None, got 1.5.",
+    ),
+    "a batch size that is none": ({"batch_size": "4"}, "batch_size must be an integer of at"),
     "no model": ({"build": lambda lr: None}, "build must return a compiled ipufit.Model, got None"),
     "not compiled": (
         {"build": lambda lr: ipufit.Model(nn.Linear(1, 1))},
@@ -508,10 +743,44 @@ def test_arguments_that_can_not_work_are_refused_before_training(name):
 def test_batches_and_unknown_arguments_are_refused():
     """A loader is one for all models; names are those of fit."""
     x, y = data(8)
-    with pytest.raises(DataError, match="already comes in batches, from a DataLoader"):
+    with pytest.raises(DataError, match="done with a DataLoader: it comes in batches, or has no"):
         ipufit.fit_many(build, {"lr": [0.1]}, DataLoader(TensorDataset(x, y)))
     with pytest.raises(UnknownArgumentError, match="epoch"):
         ipufit.fit_many(build, {"lr": [0.1, 0.2]}, x, y, verbose=0, epoch=3)
+
+
+def test_what_is_wrong_with_data_is_told_as_for_one_model():
+    """With the names of its layers and the shapes of its samples, and without a warning."""
+    x, y = data(8)
+    texts = []
+    for fit in (
+        lambda: ipufit.fit_many(build, {"lr": [0.1, 0.2]}, x[..., :3], y, verbose=0, seed=0),
+        lambda: build().fit(x[..., :3], y, verbose=0, seed=0),
+    ):
+        with pytest.raises(DataError) as raised:
+            fit()
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+    assert "layer 'layers.0'" in texts[0]
+
+
+def test_seeds_are_drawn_before_models_are_made():
+    """A build that seeds the generator for its weights would give all of them the same one."""
+    x, y = data(8)
+    seeds = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        results = ipufit.fit_many(build, [{"lr": 0.1}] * 2, x, y, verbose=0)
+        seeds.append([each.seed for each in results])
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] != seeds[0][1]
+
+
+def test_one_setting_is_nothing_to_warn_of():
+    """No other model could be one with it."""
+    x, y = data(8)
+    (result,) = ipufit.fit_many(build, [{"lr": 0.1}], x, y, verbose=0, seed=3)
+    check([result], [{"lr": 0.1}], x, y)
 
 
 def test_float32_agrees_near_rounding_and_nothing_is_warned_of():

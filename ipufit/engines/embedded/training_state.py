@@ -64,6 +64,20 @@ class ReplicaMemory:
         self._buffers = [copy_of(own) for own in buffers]
         self._module = copy_of(module)
 
+    def of_row(self, row: int, names: Mapping[str, str]) -> ReplicaMemory:
+        """Make the memory of one of several models, whose buffers have a row for each of them.
+
+        Args:
+            row: its number.
+            names: of these buffers; other ones are those of all models.
+        """
+        memory = ReplicaMemory()
+        *memory._buffers, memory._module = (
+            {names.get(name, name): t[row] if name in names else t for name, t in each.items()}
+            for each in (*self._buffers, self._module)
+        )
+        return memory
+
     def recall(self, replicas: int, module: Buffers, apart: bool = False) -> List[Buffers]:
         """Buffers for each replica.
 
