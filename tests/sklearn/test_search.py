@@ -1,12 +1,16 @@
 """The grid search of ipufit has the results of scikit-learn's, with fits that run as one."""
 
+import copy
+
+import joblib
 import numpy as np
 import pytest
 import torch
 from sklearn import model_selection
 from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from torch import nn
 
 import ipufit
@@ -25,6 +29,14 @@ def scaled(n_features, n_outputs, scales=(1.0,) * 2000):
     made = net(n_features, n_outputs)
     with torch.no_grad():
         made[0].weight.mul_(float(scales[-1000]))
+    return made
+
+
+def multiplied(n_features, n_outputs, factor=None):
+    """A net whose weights are multiplied with a tensor."""
+    made = net(n_features, n_outputs)
+    with torch.no_grad():
+        made[0].weight.mul_(factor)
     return made
 
 
@@ -83,6 +95,12 @@ def test_a_classifier_in_a_pipeline(groups):
         },
         {"dtype": ["float32", "float64"], "optimizer__lr": [0.01, 0.05]},
         {"optimizer": ["sgd", "adam"], "optimizer__lr": [0.01, 0.05]},
+        {"module": [nn.Linear(4, 3), nn.Linear(4, 3)], "optimizer__lr": [0.01, 0.05]},
+        {
+            "module": [multiplied],
+            "module__factor": [torch.ones(4), torch.full((4,), 2.0)],
+            "optimizer__lr": [0.01, 0.05],
+        },
     ],
     ids=lambda grid: next(iter(grid)),
 )
@@ -103,7 +121,8 @@ def test_modules_that_can_not_be_compared_train_by_themselves(groups):
         lambda n_features, n_outputs: net(n_features, n_outputs), random_state=0, epochs=1
     )
     grid = {"optimizer__lr": [0.01, 0.05]}
-    search = GridSearchCV(estimator, grid, cv=2).fit(x, y)
+    with pytest.warns(UserWarning, match="4 fits of the search are trained one after another: par"):
+        search = GridSearchCV(estimator, grid, cv=2).fit(x, y)
     assert groups == []
     assert_same(search, model_selection.GridSearchCV(estimator, grid, cv=2).fit(x, y))
 
@@ -126,31 +145,134 @@ def test_a_regressor_whose_fits_are_looked_at(groups):
 
 
 LEFT_ALONE = {
-    "callbacks": ({"callbacks": ipufit.callbacks.EarlyStopping("loss")}, {}),
-    "class weights": ({"class_weight": "balanced"}, {}),
-    "splits of an iterator": ({}, {"cv": iter([(np.arange(100), np.arange(100, 150))])}),
-    "a seed of each fit": ({"random_state": None}, {}),
+    "callbacks": (
+        {"callbacks": ipufit.callbacks.EarlyStopping("loss")},
+        {},
+        "4 fits of the search are trained one after another: the estimator has callbacks.",
+    ),
+    "class weights": (
+        {"class_weight": "balanced"},
+        {},
+        "4 fits of the search are trained one after another: samples have weights.",
+    ),
+    "splits of an iterator": (
+        {},
+        {"cv": iter([(np.arange(100), np.arange(100, 150))])},
+        "all fits of the search are trained one after another: cv is an iterator.",
+    ),
+    "a seed of each fit": (
+        {"random_state": None},
+        {},
+        "4 fits of the search are trained one after another: random_state is None.",
+    ),
+    "several at once": (
+        {},
+        {"n_jobs": 2},
+        "all fits of the search are trained one after another: n_jobs is not None or 1.",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_other_fits_run_one_after_another(name):
-    """A search has all scores also where nothing can run as one."""
+    """A search has all scores also where nothing can run as one, and says why."""
     x, y = load_iris(return_X_y=True)
-    options, of_search = LEFT_ALONE[name]
+    options, of_search, text = LEFT_ALONE[name]
     estimator = IpufitClassifier(net, **{"random_state": 0, "epochs": 1, **options})
     search = GridSearchCV(estimator, {"optimizer__lr": [0.01, 0.05]}, **{"cv": 2, **of_search})
-    search.fit(x[::-1], y[::-1])
+    threads = joblib.parallel_backend("threading")
+    with pytest.warns(UserWarning, match="one after another") as caught, threads:
+        search.fit(x[::-1], y[::-1])
+    assert [str(each.message) for each in caught] == [text]
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
 
 
+def test_an_estimator_of_another_library_is_fitted_once():
+    """What is not ipufit's is no plan: it would be fitted twice."""
+    x, y = load_iris(return_X_y=True)
+    with pytest.warns(UserWarning, match="no part of the estimator is one of ipufit's"):
+        GridSearchCV(LogisticRegression(max_iter=200), {"C": [0.1, 1.0]}, cv=2).fit(x, y)
+    estimator = IpufitClassifier(net, random_state=0, epochs=1)
+    search = GridSearchCV(estimator, {"epochs": [1]}, cv=2)
+    with pytest.warns(UserWarning, match="its fit has other arguments than X and y"):
+        search.fit(x, y, sample_weight=np.ones(len(x)))
+
+
+@pytest.mark.parametrize(
+    "cv",
+    [
+        model_selection.KFold(2, shuffle=True),
+        model_selection.KFold(2, shuffle=True, random_state=np.random.RandomState(0)),
+        model_selection.ShuffleSplit(2),
+    ],
+    ids=["shuffled", "of a generator", "random"],
+)
+def test_splits_that_are_drawn_are_those_of_scikit_learn(cv, groups):
+    """Also the random numbers of NumPy that follow a search."""
+    x, y = load_iris(return_X_y=True)
+    estimator = IpufitClassifier(net, random_state=0, epochs=1, dtype="float64")
+    grid = {"optimizer__lr": [0.01, 0.05]}
+    searches, numbers = [], []
+    for kind in (GridSearchCV, model_selection.GridSearchCV):
+        np.random.seed(5)
+        searches.append(kind(estimator, grid, cv=copy.deepcopy(cv)).fit(x, y))
+        numbers.append(np.random.rand())
+    assert groups == [2, 2]
+    assert_same(*searches)
+    assert numbers[0] == numbers[1]
+
+
+def test_fits_that_were_trained_in_vain_are_told():
+    """A step without a seed makes other data of the same samples each time."""
+    x, y = load_iris(return_X_y=True)
+
+    class Draws(FunctionTransformer):
+        """Adds a number of its own to each pair of fits."""
+
+        count = 0
+
+        def transform(self, x):
+            """Add it."""
+            Draws.count += 1
+            return x + Draws.count // 4
+
+    estimator = IpufitClassifier(net, random_state=0, epochs=1, dtype="float64")
+    grid = {"ipufitclassifier__optimizer__lr": [0.01, 0.05, 0.1]}
+    search = GridSearchCV(make_pipeline(Draws(), estimator), grid, cv=[(range(100), range(100))])
+    with pytest.warns(UserWarning, match="3 fits of the search were trained as one in vain"):
+        search.fit(x, y)
+
+
+def test_lines_of_epochs_are_those_of_all_fits(capsys):
+    """Where the estimator prints them, with the setting of the best."""
+    x, y = load_iris(return_X_y=True)
+    estimator = IpufitClassifier(net, random_state=0, epochs=1, verbose=2)
+    grid = {"optimizer__lr": [0.01, 0.05]}
+    GridSearchCV(estimator, grid, cv=2, refit=False).fit(x, y)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", loss from")[0] for line in lines] == ["epoch 1: 2 models"] * 2
+    assert all("(optimizer__lr=0.05)" in line for line in lines)
+
+
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.FitFailedWarning", "ignore:One or more")
-def test_an_error_of_a_setting_is_that_of_its_fit():
+@pytest.mark.parametrize(
+    ("grid", "text"),
+    [
+        ({"optimizer__lr": [0.01, 0.02, -1.0]}, "Invalid learning rate"),
+        ({"batch_size": [64, 32, 0]}, "batch_size must be an integer of at least 1"),
+        ({"epochs": [2, 1, 0]}, "epochs must be a number of epochs"),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_setting_is_that_of_its_fit(grid, text):
     """As in scikit-learn, it fails alone, or is raised."""
     x, y = load_iris(return_X_y=True)
     estimator = IpufitClassifier(net, random_state=0, epochs=1)
-    grid = {"optimizer__lr": [0.01, 0.02, -1.0]}
+    rates = {} if "optimizer__lr" in grid else {"optimizer__lr": [0.01, 0.02]}
+    grid = {**grid, **rates}
     search = GridSearchCV(estimator, grid, cv=2).fit(x, y)
-    assert np.isnan(search.cv_results_["mean_test_score"]).tolist() == [False, False, True]
-    with pytest.raises(ValueError, match="Invalid learning rate"):
+    count = 2 if rates else 1
+    expected = [False] * 2 * count + [True] * count
+    assert np.isnan(search.cv_results_["mean_test_score"]).tolist() == expected
+    with pytest.raises(ValueError, match=text):
         GridSearchCV(estimator, grid, cv=2, error_score="raise").fit(x, y)
