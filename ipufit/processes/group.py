@@ -12,18 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -265,7 +254,7 @@ class Processes:
         """
         if not self.is_distributed:
             return
-        answers: List[Dict[str, object]] = self.gather(facts, "agreement")
+        answers = self.gather(facts, "agreement")
         for process, theirs in enumerate(answers):
             if list(theirs) != list(answers[0]):
                 raise self._disagreed("next step", list(answers[0]), process, list(theirs))
@@ -410,12 +399,12 @@ def _unpack(message: bytes) -> Any:
     """The value of a message, whatever follows it."""
     start = 2 * _LENGTH + int.from_bytes(message[_LENGTH : 2 * _LENGTH], "little")
     body = message[start : _length(message)]
-    tensors: Dict[str, Tensor] = {}
-    if body:
-        import safetensors.torch
+    document = json.loads(message[2 * _LENGTH : start])
+    if not body:
+        return decode(document, {})
+    import safetensors.torch
 
-        tensors = safetensors.torch.load(body)
-    return decode(json.loads(message[2 * _LENGTH : start]), tensors)
+    return decode(document, safetensors.torch.load(body))
 
 
 def _length(message: bytes) -> int:

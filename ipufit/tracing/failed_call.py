@@ -28,14 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 from ipufit.core.batch import MicroBatch
 from ipufit.core.objective_arguments import describe, describe_tensor, dtype_name
 from ipufit.core.train_config import Precision
-from ipufit.errors import (
-    CaptureError,
-    DataError,
-    DeviceError,
-    IpufitError,
-    LossError,
-    NonFiniteValue,
-)
+from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, NonFiniteValue
 from ipufit.losses import Loss, check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import describe_frame
@@ -506,7 +499,7 @@ def _loss_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional
             classes = prediction.shape[min(prediction.dim() - 1, 1)]
             check_labels(label_name, target, classes, local["ignore_index"], where)
         check_torch_loss(name, prediction, target)
-    except (LossError, DataError) as fault:
+    except IpufitError as fault:
         return fault
     return None
 

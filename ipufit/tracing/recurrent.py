@@ -12,18 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -415,7 +404,7 @@ def call_whole(kind: str, kernels: _Kernels, /, *args: Any, **kwargs: Any) -> Tu
     return (output.transpose(0, 1) if values["batch_first"] else output, *last)
 
 
-def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
+def _can_be_whole(kind: str, values: Dict[str, Any]) -> bool:
     """Say whether the arguments of a recurrent function fit the one operator for a whole layer.
 
     For other arguments torch's own function is called, which says what is wrong with them.

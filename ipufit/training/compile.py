@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Callable,
-    Dict,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipufit.core import Interval
-from ipufit.core.compile_arguments import INFERENCE, TRAINING, CompilerFunction, resolve_jit
+from ipufit.core.compile_arguments import INFERENCE, TRAINING, resolve_jit
 from ipufit.core.train_config import (
     EMA,
     Clip,
@@ -75,7 +64,7 @@ class CompileConfig(IpuArguments):
     inputs: object
     targets: object
     run_eagerly: bool
-    jit: Union[str, CompilerFunction]
+    jit: object
     lr_scheduler: object
     lr_scheduler_interval: Interval
     clip: Clip
