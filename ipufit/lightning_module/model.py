@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ from ipufit.losses.loss import WHOLE_BATCH
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.training.compile import pair_of_options
-from ipufit.training.model import Model, StepsModel, check_device
+from ipufit.training.model import CallOptions, Evaluated, Model, StepsModel, check_device
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.names import with_hints
@@ -41,7 +40,7 @@ from ipufit.utils.names import with_hints
 _RECOUNTING = ("steps_per_epoch", "loading", "validation_split")
 
 
-@with_hints(test="evaluate")
+@with_hints()
 class LightningModel(StepsModel):
     """Model that calls the steps of a LightningModule as recorded programs.
 
@@ -80,7 +79,7 @@ class LightningModel(StepsModel):
         super().__init__(steps_of(module), engine)
         self.lightning = module
         self._metrics = ModuleMetrics(module, by_trainer)
-        self._options: Dict[str, Any] = {}
+        self._options: CallOptions = {}
         self._is_waiting, self._is_checking = True, False
         if by_trainer:
             self.module.keep_notes()
@@ -187,18 +186,9 @@ class LightningModel(StepsModel):
         losses = ManualLosses("training_step", in_module="whole", names=by_optimizer)
         return (optimizers if len(optimizers) > 1 else optimizers[0]), losses
 
-    def fit(  # type: ignore[override]
-        self,
-        x: object = None,
-        y: object = None,
-        batch_size: Optional[int] = None,
-        epochs: Union[int, range] = 1,
-        *,
-        datamodule: object = None,
-        **options: Any,
-    ) -> History:
-        """Train with ``training_step``, and validate with ``validation_step``."""
-        options.update(batch_size=batch_size, epochs=epochs)
+    def _fit(self, x: object, y: object, datamodule: object, options: CallOptions) -> History:
+        """Train."""
+        epochs = options["epochs"]
         self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
         facts = {"max_epochs": epochs.stop if isinstance(epochs, range) else epochs}
@@ -215,7 +205,7 @@ class LightningModel(StepsModel):
 
     def _with_validation(
         self, options: Mapping[str, object], held_out: Callable[[], object]
-    ) -> Dict[str, Any]:
+    ) -> CallOptions:
         """Add the loader for validation to the options of ``fit``, if it validates on that."""
         options = dict(options)
         has_step = overrides(self.lightning, "validation_step")
@@ -259,54 +249,23 @@ class LightningModel(StepsModel):
         # What makes the optimizer may need setup.
         return self._compiled(name) if self._is_checking else super()._trainable(name, later)
 
-    def evaluate(  # type: ignore[override]
-        self,
-        x: object = None,
-        y: object = None,
-        batch_size: Optional[int] = None,
-        *,
-        datamodule: object = None,
-        **options: object,
-    ) -> Union[float, List[float], Dict[str, float]]:
-        """Evaluate with ``validation_step``."""
-        options["batch_size"] = batch_size
-        return self._evaluated("validate", "validation", x, y, datamodule, options)
-
-    def test(
-        self, x: object = None, y: object = None, *, datamodule: object = None, **options: object
-    ) -> Union[float, List[float], Dict[str, float]]:
-        """Evaluate with ``test_step`` and ``test_dataloader``."""
-        return self._evaluated("test", "test", x, y, datamodule, options)
-
-    def _evaluated(
-        self,
-        stage: str,
-        role: str,
-        x: object,
-        y: object,
-        datamodule: object,
-        options: Dict[str, Any],
-    ) -> Union[float, List[float], Dict[str, float]]:
+    def _evaluate(
+        self, stage: str, x: object, y: object, datamodule: object, options: CallOptions
+    ) -> Evaluated:
+        """Evaluate."""
+        role = "validation" if stage == "validate" else stage
         self._require(f"{role}_step")
         loaders = loaders_for(self.lightning, x, datamodule, stage)
         self._check_first(loaders, options, lambda data: Model.evaluate(self, data, y, **options))
         with self._stage(stage, loaders, role, {}, options):
             return Model.evaluate(self, loaders.main(), y, **options)
 
-    def predict(  # type: ignore[override]
-        self,
-        x: object = None,
-        batch_size: Optional[int] = None,
-        *,
-        datamodule: object = None,
-        **options: Any,
-    ) -> Any:
-        """Predict with ``predict_step``."""
+    def _predict(self, x: object, datamodule: object, options: CallOptions) -> Any:
+        """Predict."""
         loaders = loaders_for(self.lightning, x, datamodule, "predict")
-        call = functools.partial(Model.predict, self, batch_size=batch_size, **options)
-        self._check_first(loaders, options, call)
+        self._check_first(loaders, options, lambda data: Model.predict(self, data, **options))
         with self._stage("predict", loaders, "predict", {}, options):
-            return Model.predict(self, loaders.main(), batch_size, **options)
+            return Model.predict(self, loaders.main(), **options)
 
     def predict_iter(  # type: ignore[override]
         self, x: object = None, batch_size: Optional[int] = None, **options: Any

@@ -844,6 +844,12 @@ class Model(InspectionMixin):
         self.close()
 
 
+# Options of a call by name, and what an evaluation returns.
+CallOptions = Dict[str, Any]
+Evaluated = Union[float, List[float], Dict[str, float]]
+
+
+@with_hints(test="evaluate")
 class StepsModel(Model, abc.ABC):
     """Model of a LightningModule, as :meth:`ipufit.Model.from_lightning` makes it.
 
@@ -860,7 +866,6 @@ class StepsModel(Model, abc.ABC):
 
     lightning: nn.Module
 
-    @abc.abstractmethod
     def fit(  # type: ignore[override]
         self,
         x: Any = None,
@@ -885,8 +890,9 @@ class StepsModel(Model, abc.ABC):
         Raises:
             ConfigurationError: as for :meth:`ipufit.Model.fit`; or no data, or several loaders.
         """
+        options.update(batch_size=batch_size, epochs=epochs)
+        return self._fit(x, y, datamodule, options)
 
-    @abc.abstractmethod
     def evaluate(  # type: ignore[override]
         self,
         x: Any = None,
@@ -906,8 +912,9 @@ class StepsModel(Model, abc.ABC):
             datamodule: a LightningDataModule instead of x.
             options: as for :meth:`ipufit.Model.evaluate`.
         """
+        options["batch_size"] = batch_size
+        return self._evaluate("validate", x, y, datamodule, options)
 
-    @abc.abstractmethod
     def test(
         self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
     ) -> Union[float, List[float], Dict[str, float]]:
@@ -920,8 +927,8 @@ class StepsModel(Model, abc.ABC):
             datamodule: a LightningDataModule instead of x.
             options: as for :meth:`ipufit.Model.evaluate`.
         """
+        return self._evaluate("test", x, y, datamodule, options)
 
-    @abc.abstractmethod
     def predict(  # type: ignore[override]
         self,
         x: Any = None,
@@ -939,6 +946,22 @@ class StepsModel(Model, abc.ABC):
             datamodule: a LightningDataModule instead of x.
             options: as for :meth:`ipufit.Model.predict`.
         """
+        options["batch_size"] = batch_size
+        return self._predict(x, datamodule, options)
+
+    @abc.abstractmethod
+    def _fit(self, x: object, y: object, datamodule: object, options: CallOptions) -> History:
+        """Train with the data and options of :meth:`fit`."""
+
+    @abc.abstractmethod
+    def _evaluate(
+        self, stage: str, x: object, y: object, datamodule: object, options: CallOptions
+    ) -> Evaluated:
+        """Evaluate in the stage "validate" or "test", with the data and options of that call."""
+
+    @abc.abstractmethod
+    def _predict(self, x: object, datamodule: object, options: CallOptions) -> Any:
+        """Predict with the data and options of :meth:`predict`."""
 
 
 def check_device(device: Union[str, torch.device, None]) -> None:
