@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple, TypeVar, Union
@@ -180,27 +181,22 @@ class NamingClock(Clock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._execution: Optional[ContextManager[object]] = None
-        self._turned: Optional[ContextManager[object]] = None
+        self._execution, self._turned = contextlib.ExitStack(), contextlib.ExitStack()
 
     def _span(self, place: int) -> Span:
         return _Named(self, place)
 
     def turn(self, phase: str) -> None:
         """Begin a phase, which lasts up to the next turn."""
-        turned, self._turned = self._turned, None
-        if turned is not None:
-            turned.__exit__(None, None, None)
+        self._turned.close()
         super().turn(phase)
         if phase != "other":
-            self._turned = _name(phase)
-            self._turned.__enter__()
+            self._turned.enter_context(_name(phase))
 
     def reading(self, values: Iterator[T]) -> Iterator[T]:
         """Yield the values, each within an execution that :meth:`executed` ends."""
         for value in super().reading(values):
-            self._execution = _name("execution")
-            self._execution.__enter__()
+            self._execution.enter_context(_name("execution"))
             try:
                 yield value
             finally:
@@ -211,9 +207,7 @@ class NamingClock(Clock):
     def executed(self) -> None:
         """End the execution; safe twice."""
         self.turn("other")
-        execution, self._execution = self._execution, None
-        if execution is not None:
-            execution.__exit__(None, None, None)
+        self._execution.close()
 
 
 class _Named(Span):
