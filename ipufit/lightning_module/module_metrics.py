@@ -17,13 +17,8 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.logged_values import merge_rules
-from ipufit.engines.program import (
-    ExecutionResult,
-    ForwardingProgram,
-    Prepared,
-    Program,
-    ProgramSpec,
-)
+from ipufit.engines import Program
+from ipufit.engines.program import ExecutionResult, ForwardingProgram, Prepared, ProgramSpec
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.inspection import MetricObject, is_collection, is_metric, metrics_in
 from ipufit.lightning_module.metric_calls import MetricKey, find_calls

@@ -12,14 +12,8 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, split_by_update
 from ipufit.core.compile_arguments import OFF
 from ipufit.core.logged_values import collecting
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.program import (
-    Engine,
-    ExecutionResult,
-    Prepared,
-    Program,
-    ProgramSpec,
-    TrainState,
-)
+from ipufit.engines import Engine, Program
+from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.losses import Loss, LossFacts
 from ipufit.partition.partition import Partitions

@@ -8,14 +8,8 @@ from typing import Any, Dict, List
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
-from ipufit.engines.program import (
-    Engine,
-    ExecutionResult,
-    Prepared,
-    Program,
-    ProgramSpec,
-    TrainState,
-)
+from ipufit.engines import Engine, Program
+from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 
 
 class RecordingEngine(Engine):
