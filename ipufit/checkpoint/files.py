@@ -11,19 +11,7 @@ import os
 import re
 import shutil
 import stat
-from typing import (
-    Any,
-    BinaryIO,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    NoReturn,
-    Tuple,
-    TypeVar,
-)
+from typing import IO, Any, Dict, Iterator, List, Mapping, NamedTuple, NoReturn, Tuple, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -331,7 +319,7 @@ class Files:
             raise UnfitError(f"safetensors says {reason_of(error)}") from error
 
 
-def _opened(path: str) -> BinaryIO:
+def _opened(path: str) -> IO[bytes]:
     _size(os.lstat(path))
     handle = os.open(path, _READING)
     try:
@@ -463,7 +451,7 @@ def _named(path: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def _check_listed(names: Iterable[str], entries: Mapping[str, _ManifestEntry]) -> None:
+def _check_listed(names: List[str], entries: Mapping[str, _ManifestEntry]) -> None:
     """A file of state that is not listed was not checked; a note or a hidden file does no harm."""
     for name in sorted(names):
         is_state = name.endswith((_SUFFIX, ".json")) and not name.startswith(".")

@@ -10,19 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import math
-from typing import (
-    Any,
-    Callable,
-    ClassVar,
-    Dict,
-    List,
-    Literal,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, ClassVar, Dict, Literal, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -494,7 +482,7 @@ class ConcordanceCorrelation(PearsonCorrelation):
         return 2 * together / (spreads + (means[0] - means[1]).square())
 
 
-BY_TASK: Dict[str, Callable[[], TaskMetric]] = {
+BY_TASK = {
     "auc": AUC,
     "concordance_correlation": ConcordanceCorrelation,
     "f1": F1Score,
@@ -582,7 +570,7 @@ class TaskMetricAdapter(Metric):
         seen = [state for state in states if state["form"] is not None]
         if not seen:
             return states[0]
-        forms: List[object] = [state["form"] for state in seen]
+        forms = [state["form"] for state in seen]
         if any(form != forms[0] for form in forms):
             raise MetricError(
                 f"metric {self.name!r} must get the same kind of prediction and target in all "

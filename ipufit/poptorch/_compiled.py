@@ -91,7 +91,7 @@ def _call(hooks: OrderedDict[int, _Hook]) -> None:
         hook()
 
 
-def latency(starts: Sequence[float], ends: Sequence[float]) -> Tuple[float, float, float]:
+def latency(starts: Sequence[float], ends: Sequence[float]) -> Latency:
     """Return smallest, largest and mean seconds between two events; zeros without one of them.
 
     Args:

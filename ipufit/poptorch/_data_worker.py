@@ -17,19 +17,7 @@ import traceback
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    NoReturn,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import torch
 import torch.utils.data
@@ -158,10 +146,10 @@ class FiledDataset:
         """Close the file, which the other process has open."""
         self._file.close()
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> object:
         return {"_handle": reduction.DupFd(self._file.fileno())}
 
-    def __setstate__(self, state: Dict[str, Any]) -> None:
+    def __setstate__(self, state: Any) -> None:
         self._handle = state["_handle"]
 
     def open(self) -> Any:
@@ -175,7 +163,7 @@ class FiledDataset:
 _Piece = Tuple[Optional[int], List[Tensor]]
 
 
-def _rebatched(batches: Iterable[List[Tensor]], rows: int) -> Iterator[_Piece]:
+def _rebatched(batches: Iterator[List[Tensor]], rows: int) -> Iterator[_Piece]:
     """Cut batches where a batch of ``rows`` rows is full.
 
     Yields:

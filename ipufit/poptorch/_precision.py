@@ -10,19 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterable,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Callable, ContextManager, Dict, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -191,7 +179,7 @@ def _any(question: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> bool
     return any(bool(question(value).any()) for value in values)
 
 
-def _values(value: object) -> List[Tensor]:
+def _values(value: object) -> Sequence[Tensor]:
     """Return the floating-point tensors in a structure, and numbers that are not finite."""
     return [
         torch.as_tensor(leaf)
@@ -249,7 +237,7 @@ def makes_half(graph: fx.GraphModule) -> bool:
     )
 
 
-def half_computed(makes_half_values: bool, tensors: Iterable[Tensor]) -> ContextManager[object]:
+def half_computed(makes_half_values: bool, tensors: Sequence[Tensor]) -> ContextManager[object]:
     """Let every operator take float16 while a graph runs.
 
     Args:
