@@ -248,25 +248,16 @@ class SwapEMAWeights(Callback):
         if self.swap_on_epoch:
             self._swap(True)
 
-    def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Restore the trained weights."""
-        self._swap(False)
-
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Put the averages into the module for the evaluation."""
+        """Put the averages into the module for the evaluation or prediction."""
         self._swap(True)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
         """Restore the trained weights."""
         self._swap(False)
 
-    def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Put the averages into the module for the prediction."""
-        self._swap(True)
-
-    def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Restore the trained weights."""
-        self._swap(False)
+    on_predict_begin = on_test_begin
+    on_train_end = on_predict_end = on_test_end
 
     def close(self) -> None:
         """Restore the trained weights, also after an error."""

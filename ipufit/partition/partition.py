@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import AbstractSet, Any, Container, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Container, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -304,15 +304,3 @@ def first_called(part: nn.Module, name: str) -> Optional[str]:
         if called_path:
             return called_path
     return None
-
-
-def first_gap(numbers: Iterable[int], filled: AbstractSet[int] = frozenset((0,))) -> Optional[int]:
-    """The smallest stage before the last one that nothing begins.
-
-    Args:
-        numbers: of the stages that begin.
-        filled: others that need no beginning.
-    """
-    numbered = {*numbers, *filled}
-    free = next(number for number in range(len(numbered) + 1) if number not in numbered)
-    return free if free < max(numbered) else None

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-from typing import Dict, Mapping, Optional, Tuple
+from typing import AbstractSet, Dict, Iterable, Mapping, Optional, Tuple
 
 from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import has_placed_parts, ipus_of, ipus_with_parts
 from ipufit.partition.layers_per_ipu import Division, divide_layers
-from ipufit.partition.partition import (
-    Partition,
-    Partitions,
-    Placed,
-    begun_by,
-    first_gap,
-    named_stages,
-)
+from ipufit.partition.partition import Partition, Partitions, Placed, begun_by, named_stages
 from ipufit.partition.request import POPTORCH_STRATEGIES, PartitionRequest, count_of, strategy_of
 from ipufit.partition.serialization import serialized_layers
 from ipufit.utils.error_collector import ErrorCollector
@@ -266,6 +259,18 @@ def _named(module: nn.Module, stages: object, argument: str) -> Division:
     order = {name: place for place, (name, _) in enumerate(module.named_modules())}
     begins = tuple(sorted(pairs.items(), key=lambda pair: _place(pair[0], order)))
     return Division(begins, 1 + numbers[-1], _places(placed, 1 + numbers[-1], argument))
+
+
+def first_gap(numbers: Iterable[int], filled: AbstractSet[int] = frozenset((0,))) -> Optional[int]:
+    """The smallest stage before the last one that nothing begins.
+
+    Args:
+        numbers: of the stages that begin.
+        filled: others that need no beginning.
+    """
+    numbered = {*numbers, *filled}
+    free = next(number for number in range(len(numbered) + 1) if number not in numbered)
+    return free if free < max(numbered) else None
 
 
 def _places(placed: Mapping[str, Placed], stages: int, argument: str) -> Tuple[int, ...]:

@@ -7,7 +7,7 @@ from torch import nn
 import ipufit
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.partition.layers_per_ipu import repeated_layers
-from ipufit.partition.partition import first_gap
+from ipufit.partition.resolve import first_gap
 
 
 def linear():

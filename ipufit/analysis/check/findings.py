@@ -348,8 +348,8 @@ def _title(path: str) -> str:
 
 
 def _finding(step: ModuleWithLoss, path: str, kind: str, text: str, cure: str) -> Finding:
-    file, line, function = defined_at(step, path) or (None, None, None)
-    return Finding(kind, "warning", file, line, function, text, cure, public_name(path))
+    place = defined_at(step, path) or _NOWHERE
+    return Finding(kind, "warning", *place, text, cure, public_name(path))
 
 
 def mode_findings(step: ModuleWithLoss) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ from ipufit.poptorch._logging import logger
 from ipufit.poptorch._options.execution import (
     ExecutionOptions,
     PipelinedExecution,
-    _IExecutionStrategy,
 )
 from ipufit.poptorch._options.files import apply_file, apply_json
 from ipufit.poptorch._options.group import (
@@ -255,7 +254,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportOptions):
         self._training = _TrainingOptions(self._popart)
         self._distributed = _DistributedOptions()
         self._tensor_locations = _TensorLocationOptions()
-        self._execution_strategy: _IExecutionStrategy = PipelinedExecution()
+        self._execution_strategy = PipelinedExecution()
         self._source_location_excludes = list(DEFAULT_EXCLUDES)
         self._progress_bar = ProgressBar()
         self._relax_optimizer_checks = False
