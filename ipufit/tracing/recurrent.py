@@ -5,6 +5,7 @@ or with those of oneDNN or cuDNN, which a recording without values can't call. H
 ``ipufit::recurrent``, and its gradient ``ipufit::recurrent_backward``. Both run torch's code, so
 that they have its bits: forward runs under autograd, and backward follows the graph that this
 makes. Between them it hangs on a tensor, the reserve, as cuDNN calls what its own operators keep.
+With dropout between its sub-layers, each of these is an operator.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Layer(NamedTuple):
         states: how many of the tensors, behind the input, are initial states.
         kind: torch's name of the function.
         has_biases, num_layers, train, bidirectional: as torch has them.
-        dropout_p: 0 where nothing is dropped.
+        drops: whether dropout follows in a larger layer, where cuDNN does not compute it either.
         autocast: number of the dtype in ``_DTYPES`` that autocast computes in; None without it.
         dtypes: numbers of the results' dtypes.
     """
@@ -84,7 +85,7 @@ class _Layer(NamedTuple):
     kind: str
     has_biases: bool
     num_layers: int
-    dropout_p: float
+    drops: bool
     train: bool
     bidirectional: bool
     autocast: Optional[int]
@@ -130,14 +131,14 @@ def _call(layer: _Layer, tensors: Sequence[Tensor]) -> List[Tensor]:
             device, dtype = tensors[0].device.type, _DTYPES[layer.autocast]
             entered.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
         if tensors[0].device.type == "cuda":
-            entered.enter_context(recurrent_on_gpu(layer.dropout_p == 0))
+            entered.enter_context(recurrent_on_gpu(not layer.drops))
         results: Tuple[Tensor, ...] = _ORIGINALS[layer.kind](
             tensors[0],
             hx,
             tensors[behind:],
             layer.has_biases,
             layer.num_layers,
-            layer.dropout_p,
+            0.0,
             layer.train,
             layer.bidirectional,
             False,
@@ -328,7 +329,7 @@ def _with_gradient(tensors: Sequence[Tensor], *settings: object) -> List[Tensor]
 LIBRARY: Any = torch.library.Library("ipufit", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
     "recurrent(Tensor[] tensors, int states, str kind, bool has_biases, int num_layers, "
-    "float dropout_p, bool train, bool bidirectional, int? autocast, int[] dtypes, "
+    "bool drops, bool train, bool bidirectional, int? autocast, int[] dtypes, "
     "int[] requiring, bool is_wanted) -> Tensor[]"
 )
 LIBRARY.define(
@@ -372,7 +373,7 @@ def _instead(
 
 
 def call_whole(kind: str, kernels: _Kernels, /, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    """Call a function of torch's for a recurrent layer, as one operator where that can be.
+    """Call a function of torch's for a recurrent layer, as few operators where that can be.
 
     Args:
         kind: the function's name.
@@ -384,24 +385,40 @@ def call_whole(kind: str, kernels: _Kernels, /, *args: Any, **kwargs: Any) -> Tu
         return _ORIGINALS[kind](*args, **kwargs)
     first = values["input"].transpose(0, 1) if values["batch_first"] else values["input"]
     states = values["hx"] if kind == "lstm" else (values["hx"],)
-    tensors = [first, *states, *values["params"]]
-    drops = values["train"] and values["num_layers"] > 1
+    drops = bool(values["train"] and values["num_layers"] > 1 and values["dropout"])
     autocasts, dtype = autocast_state(first.device)
     layer = _Layer(
         len(states),
         kind,
         values["has_biases"],
-        values["num_layers"],
-        float(values["dropout"]) if drops else 0.0,
+        1 if drops else values["num_layers"],
+        drops,
         values["train"],
         values["bidirectional"],
         _DTYPES.index(dtype) if autocasts else None,
         [_DTYPES.index(first.dtype)] * (1 + len(states)),
     )
+    if not drops:
+        output, *last = _record(layer, [first, *states, *values["params"]], kernels)
+    else:
+        output, several, parts = first, [], values["num_layers"]
+        count = len(values["params"]) // parts
+        for number, starts in enumerate(zip(*(state.chunk(parts) for state in states))):
+            if number:
+                output = torch.dropout(output, values["dropout"], True)
+            weights = values["params"][number * count : (number + 1) * count]
+            output, *last = _record(layer, [output, *starts, *weights], kernels)
+            several.append(last)
+        last = [torch.cat(each) for each in zip(*several)]
+    return (output.transpose(0, 1) if values["batch_first"] else output, *last)
+
+
+def _record(layer: _Layer, tensors: List[Tensor], kernels: _Kernels) -> List[Tensor]:
+    """Call the operator; return its output and last states."""
     if layer.autocast is not None:
         layer = layer._replace(dtypes=_tried_dtypes(layer, tensors, kernels))
-    output, *last, _ = FORWARD(tensors, *layer, [], False)
-    return (output.transpose(0, 1) if values["batch_first"] else output, *last)
+    results: List[Tensor] = FORWARD(tensors, *layer, [], False)
+    return results[:-1]
 
 
 def _can_be_whole(kind: str, values: Dict[str, Any]) -> bool:
@@ -450,11 +467,11 @@ def _tried_dtypes(layer: _Layer, tensors: Sequence[Tensor], kernels: _Kernels) -
     shapes[0] = (1, 1, shapes[0][2])
     for place in range(1, 1 + layer.states):
         shapes[place] = (shapes[place][0], 1, shapes[place][2])
-    drops = [(torch.backends.cudnn, "enabled", False)] if layer.dropout_p else []
+    drops = [(torch.backends.cudnn, "enabled", False)] if layer.drops else []
     with replaced(*kernels, *drops), _disable_current_modes(), torch.no_grad():
         zeros = [
             torch.zeros(shape, dtype=each.dtype, device=each.device)
             for shape, each in zip(shapes, tensors)
         ]
-        results = _call(layer._replace(dropout_p=0.0), zeros)
+        results = _call(layer, zeros)
     return [_DTYPES.index(result.dtype) for result in results]

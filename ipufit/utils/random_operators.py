@@ -26,7 +26,7 @@ def uses_random_numbers(graph: fx.GraphModule) -> bool:
 def draws(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Say whether a call of an operator draws random numbers.
 
-    Attention and recurrent layers draw them for their dropout alone, which may be 0.
+    Attention draws them for its dropout alone, which may be 0.
 
     Args:
         operator: of the dispatcher; another function draws none.

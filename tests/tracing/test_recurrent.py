@@ -187,10 +187,11 @@ def test_the_bits_are_those_of_the_module_itself(kind, dtype, options):
     assert torch.equal(results[0][3], results[1][3])
 
 
-@pytest.mark.few("rnn_tanh")
+@pytest.mark.few("rnn_tanh-{'num_layers': 2, 'dropout': 0.4}")
 @runs_eagerly
+@pytest.mark.parametrize("options", [{}, DROPPING], ids=str)
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh"])
-def test_the_bits_are_those_of_the_module_in_mixed_precision(kind):
+def test_the_bits_are_those_of_the_module_in_mixed_precision(kind, options):
     """Autocast computes some of torch's layers in bfloat16 as a whole, and parts of others."""
     x, y = sequences(dtype=torch.float32)
     try:
@@ -202,7 +203,7 @@ def test_the_bits_are_those_of_the_module_in_mixed_precision(kind):
         pytest.skip("torch itself has no kernel of this layer for this CPU")
     models = []
     for way in WAYS:
-        net = made(kind, dtype=torch.float32)
+        net = made(kind, dtype=torch.float32, **options)
         model, _ = compiled(net, "adam", precision="mixed_bfloat16", **way)
         fit(model, x, y, Plan(4, 2, 2))
         models.append(model.module)
@@ -364,14 +365,14 @@ def test_micro_batches_merge(kind):
 
 @pytest.mark.long
 @recorded_here
-def test_micro_batches_whose_dropout_is_within_a_layer_stay_apart():
+def test_micro_batches_with_dropout_between_sub_layers_stay_apart():
     """Each of them has random numbers of its own."""
     x, y = sequences(24)
     model, engine = compiled(made("lstm", **DROPPING), sgd)
     fit(model, x, y, Plan(2, 1, 3, 2))
     assert engine.training.merging.explanation == (
-        "The 6 micro-batches of an update run one by one: ipufit.recurrent draws random numbers, "
-        "other ones in each micro-batch."
+        "The 6 micro-batches of an update run one by one: aten.bernoulli_.float draws random "
+        "numbers, other ones in each micro-batch."
     )
 
 

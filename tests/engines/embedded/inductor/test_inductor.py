@@ -52,9 +52,9 @@ def plain_cnn():
 class Rows(nn.Module):
     """A recurrent layer over the rows of a picture, whose outputs are changed in another shape."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.layer, self.head = nn.GRU(4, 6, batch_first=True), nn.Linear(18, 5)
+        self.layer, self.head = nn.GRU(4, 6, batch_first=True, **options), nn.Linear(18, 5)
 
     def forward(self, x):
         return self.head(self.layer(x.squeeze(1))[0].flatten(1).exp())
@@ -183,15 +183,28 @@ class Noisy(nn.Module):
         return self.head((x + 0.1 * noise) * kept)
 
 
+def dropping_rows():
+    """Dropout between the parts of a recurrent layer, and behind it."""
+    net = Rows(num_layers=3, dropout=0.3)
+    net.head = nn.Sequential(nn.Dropout(0.2), net.head)
+    return net.double()
+
+
 def dropping_cnn():
     net = plain_cnn()
     net.drop = nn.Dropout(0.25)
     return net
 
 
-@pytest.mark.few("Noisy-Plan(mb=3, di=2, ga=3, replicas=2)")
+@pytest.mark.few(
+    "Noisy-Plan(mb=3, di=2, ga=3, replicas=2)", "rows-Plan(mb=5, di=2, ga=2, replicas=1)"
+)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("net", [dropping_cnn, lambda: Noisy().double()], ids=["cnn", "Noisy"])
+@pytest.mark.parametrize(
+    "net",
+    [dropping_cnn, dropping_rows, lambda: Noisy().double()],
+    ids=["cnn", "rows", "Noisy"],
+)
 def test_random_numbers_are_those_of_the_recorded_program(net, plan, described):
     x, y = data(23)
     nets, ends = [], []

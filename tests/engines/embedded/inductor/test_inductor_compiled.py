@@ -18,6 +18,7 @@ from tests.engines.embedded.inductor.test_inductor import (
     TOLERANCE,
     Noisy,
     dropping_cnn,
+    dropping_rows,
     embedded,
     pictures_by_channels,
     plain_cnn,
@@ -108,6 +109,7 @@ NARROW = 1e-4
         ("cnn", "sgd", torch.float32, Plan(4, 2, 2)),
         ("dropout", "sgd", torch.float32, Plan(4, 2, 2)),
         ("noisy", "adam", torch.float64, Plan(4, 2, 1, 2)),
+        ("dropping rows", "adam", torch.float64, Plan(4, 2, 2)),
     ],
 )
 @pytest.mark.long
@@ -116,7 +118,8 @@ def test_compiled_updates_of_many_kinds(net, optimizer, dtype, plan, cached):
     nets = []
     for jit in ("graph", "inductor"):
         torch.manual_seed(0)
-        start = {**NETS, "dropout": dropping_cnn, "noisy": Noisy}[net]()
+        dropping = {"dropout": dropping_cnn, "noisy": Noisy, "dropping rows": dropping_rows}
+        start = {**NETS, **dropping}[net]()
         if net != "running":
             start = start.to(dtype)
         model, engine = embedded(start, OPTIMIZERS[optimizer], jit=jit)
