@@ -212,7 +212,7 @@ def test_what_is_compiled_of_each_shape_has_the_numbers_of_the_graph(cached, acc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("net", ["cnn", "transformer"])
+@pytest.mark.parametrize("net", ["cnn", "rows"])
 def test_compiled_micro_batches_go_with_an_optimizer_that_is_not(net, cached):
     """Buffers that they change, a gradient of one parameter alone, and a sample that is lost."""
     x, y = data(23)
