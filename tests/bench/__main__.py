@@ -21,6 +21,7 @@ from tests.bench.costs import (
     start_cost,
 )
 from tests.bench.curves import CURVES, Rounds, medians
+from tests.bench.first_update import first_update_costs
 from tests.bench.limits import Limit, best_rate, limit_table, operations
 from tests.bench.peers import COMPILED, OWN, PEERS
 from tests.bench.real import REAL
@@ -134,7 +135,7 @@ def costs(extent: Extent, curves: Dict[str, Rounds]) -> List[Cost]:
         for _ in range(extent.times):
             for name, values in shares.items():
                 values.append(running.ask(share=name, updates=0)["value"])
-    found += share_costs(**shares)
+    found += [*share_costs(**shares), *first_update_costs(max(1, extent.times // 2))]
     if curves:
         own = {name: curves[name]["ipufit"] for name in ("device_iterations", "replicas")}
         found += curve_costs(own["device_iterations"], own["replicas"])

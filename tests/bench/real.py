@@ -30,7 +30,7 @@ def _drawn(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-class _Logits(nn.Module):
+class Logits(nn.Module):
     """A model of transformers as a function of words; of several outputs the scores."""
 
     def __init__(self, model: Any) -> None:
@@ -71,7 +71,7 @@ def _bert() -> nn.Module:
         attention_probs_dropout_prob=0.0,
         num_labels=CLASSES,
     )
-    return _Logits(BertForSequenceClassification(config))
+    return Logits(BertForSequenceClassification(config))
 
 
 def _texts(count: int) -> Tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def _gpt2() -> nn.Module:
         attn_pdrop=0.0,
         use_cache=False,
     )
-    return _Logits(GPT2LMHeadModel(config))
+    return Logits(GPT2LMHeadModel(config))
 
 
 def _next_words(count: int) -> Tuple[Tensor, Tensor]:
