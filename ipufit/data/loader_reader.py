@@ -13,7 +13,6 @@ from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch._utils import ExceptionWrapper
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -26,6 +25,7 @@ from torch.utils.data import (
 from ipufit.core.batch import RawBatch
 from ipufit.data.in_memory import ReadAhead, RowBlock, batch_count, is_datasets_table, is_plain
 from ipufit.data.loaders import like, sends_groups
+from ipufit.data.read_errors import LocatedFailure
 from ipufit.utils import tree
 
 # A worker sends so many batches at once at most, and makes them in so many seconds, as others wait
@@ -221,7 +221,7 @@ class LoaderReader(Iterator[RawBatch]):
             self.adapt(messages)
             self._ready += self._received(messages)
         first, most = self._ready.popleft(), max(1, self._horizon.batches)
-        if isinstance(first, ExceptionWrapper):
+        if isinstance(first, LocatedFailure):
             first.reraise()  # type: ignore[no-untyped-call]
         if batch_count(first) > most:
             self._ready.appendleft(first.part(most, len(first)))
@@ -249,7 +249,9 @@ class LoaderReader(Iterator[RawBatch]):
         """Choose how many batches are read at once, by the last ones."""
         slowest = max(message.seconds for message in messages)
         self._most = min(self._most, *[message.most for message in messages])
-        self._count = max(1, min(self._most, int(_SECONDS / max(slowest, 1e-6))))
+        # torch's timeout is for one batch.
+        seconds = 0 if self.reader.timeout else _SECONDS
+        self._count = max(1, min(self._most, int(seconds / max(slowest, 1e-6))))
 
     def _received(self, messages: Sequence[_Message]) -> Iterator[RawBatch]:
         """Yield the batches of a turn in their order, and any error instead of the next one."""
@@ -389,7 +391,7 @@ class _Groups:
         start = time.perf_counter()
         place, slots, lists = task
         batches: List[RawBatch] = []
-        failures: List[object] = []
+        failures: List[RawBatch] = []
         fetcher = _Fetcher(self.dataset, True, self.collate_fn, False)
         try:
             blocks = _row_blocks(self.dataset, lists) if self.has_rows else []
@@ -398,10 +400,9 @@ class _Groups:
                 batches += block.batches()
             for indices in () if blocks else lists:
                 batches.append(fetcher.fetch(indices))
-        except Exception:
-            # As torch's worker does.
-            where = f"in DataLoader worker process {_torchs_worker._worker_info.id}"
-            failures.append(ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
+        except Exception as error:
+            worker = _torchs_worker._worker_info.id
+            failures.append(LocatedFailure(error, self.dataset, worker))
         seconds = (time.perf_counter() - start) / max(1, len(batches))
         batches, most = _packed(batches, self.memory[place], slots)
         return _Message(place, slots.stop, batches + failures, seconds, most)

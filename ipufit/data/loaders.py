@@ -188,7 +188,7 @@ def sends_groups(loader: object) -> bool:
     """True if nobody can tell by the batches whether workers send them one by one or together."""
     if type(loader) is not DataLoader or not loader.num_workers or loader.batch_sampler is None:
         return False
-    if isinstance(loader.dataset, IterableDataset) or loader.timeout:
+    if isinstance(loader.dataset, IterableDataset):
         return False
     # Older versions of torch have no other order.
     return getattr(loader, "in_order", True) and has_torchs_samplers(loader)
@@ -261,6 +261,12 @@ def end_workers(iterator: Any) -> None:
                 if worker.exitcode is None:
                     worker.kill()
                     worker.join()
+
+
+def has_lost_worker(iterator: object) -> bool:
+    """True if a worker of a pass has ended."""
+    workers: List[Any] = getattr(iterator, "_workers", [])
+    return any(worker.exitcode is not None for worker in workers)
 
 
 def kill_workers(iterator: object) -> None:

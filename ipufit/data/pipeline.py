@@ -398,7 +398,7 @@ class BatchPipeline:
         try:
             yield
         except (RuntimeError, DataError) as error:
-            if not is_dead_worker(error) and not is_dead_worker(error.__cause__):
+            if not is_dead_worker(error):
                 raise
             if is_interrupted(error):
                 raise KeyboardInterrupt from error
@@ -435,8 +435,8 @@ def fetch_ahead(
     """Yield items in their order, of which a thread prepares up to ``depth`` ahead.
 
     An exception of ``items`` is raised here, in its place, with its own traceback. Close what is
-    returned to end the thread; it ends by itself after the last item. An interrupt does not wait
-    for a thread that reads something slow.
+    returned to end the thread; it ends by itself after the last item. An interrupt, or the end of
+    a worker process, does not wait for a thread that reads something slow.
 
     Args:
         items: closed at the end, in the thread that ran them.
@@ -464,7 +464,8 @@ def fetch_ahead(
         left_by = sys.exc_info()[1]
         # Whoever goes on while the thread still reads would find the generator in use.
         with defer_sigint():
-            ahead.close(give_up if is_interrupted(left_by) else None)
+            is_over = is_interrupted(left_by) or is_dead_worker(left_by)
+            ahead.close(give_up if is_over else None)
 
 
 class _Queue:

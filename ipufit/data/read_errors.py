@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
-import itertools
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterable, Iterator, Optional, Tuple
 
-import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    _utils,
-)
+from torch.utils.data import DataLoader, IterableDataset, _utils
 
 from ipufit.errors import DataError, IpufitError
 
@@ -45,7 +37,7 @@ def unreadable(
     )
     if is_dead_worker(error) or (lost and not _is_from_worker(error)):
         return DataError(f"{role}, batch {batch}: {describe_dead_worker(error)}")
-    what, cure = _what(error, loader, batch, replay)
+    what, cure = _what(error, loader, replay)
     text = str(error)
     came = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if _is_from_worker(error):
@@ -65,8 +57,12 @@ def ends_in_a_sample(error: StopIteration, loader: object) -> bool:
 
 
 def is_dead_worker(error: Optional[BaseException]) -> bool:
-    """True if torch says by this error that a worker process is gone."""
-    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+    """True if torch says by this error, or by its cause, that a worker process is gone."""
+    causes = (error, None if error is None else error.__cause__)
+    return any(
+        isinstance(cause, RuntimeError) and str(cause).startswith("DataLoader worker (pid")
+        for cause in causes
+    )
 
 
 def describe_dead_worker(error: Exception) -> str:
@@ -90,25 +86,48 @@ _PADS = (
 )
 
 
-def _what(
-    error: Exception, loader: object, batch: int, replay: Callable[[], object]
-) -> Tuple[str, str]:
+class LocatedFailure(ExceptionWrapper):
+    """Error that is being handled in a worker, which knows best where it has come from.
+
+    Args:
+        error: that the user's code raised.
+        dataset: the user's.
+        worker: its number.
+
+    Attributes:
+        description: what could not be read, and what to do.
+    """
+
+    def __init__(self, error: Exception, dataset: object, worker: int) -> None:
+        where = f"in DataLoader worker process {worker}"  # as torch's worker says it
+        super().__init__(where=where)  # type: ignore[no-untyped-call]
+        self.description = _describe(error, dataset, contextlib.nullcontext)
+
+
+_PLAIN = "the batch could not be read", "Its traceback above shows the line that failed."
+
+
+def _what(error: Exception, loader: object, replay: Callable[[], object]) -> Tuple[str, str]:
     """Describe the failure, and what to do."""
-    plain = "the batch could not be read", "Its traceback above shows the line that failed."
     if not isinstance(loader, DataLoader):
-        return plain
-    if _is_from_worker(error):
-        index = _sought(error, loader.dataset, _indices(loader, batch, replay), replay)
-    else:
-        fetch = next((f for f in frames_of(error) if f.f_code in _FETCHES), None)
-        if fetch is not None and _has_been_read(fetch.f_locals):
-            # As torch's default_collate says it.
-            return "collate_fn failed", _PADS if "equal size" in str(error) else plain[1]
-        index = _index(error, fetch, replay)
+        return _PLAIN
+    if not _is_from_worker(error):
+        return _describe(error, loader.dataset, replay)
+    wrappers = [frame.f_locals.get("self") for frame in frames_of(error)]
+    return next((w.description for w in wrappers if isinstance(w, LocatedFailure)), _PLAIN)
+
+
+def _describe(error: Exception, dataset: object, replay: Callable[[], object]) -> Tuple[str, str]:
+    """Describe the failure of code of the user's that torch has called in this process."""
+    fetch = next((f for f in frames_of(error) if f.f_code in _FETCHES), None)
+    if fetch is not None and _has_been_read(fetch.f_locals):
+        # As torch's default_collate says it.
+        return "collate_fn failed", _PADS if "equal size" in str(error) else _PLAIN[1]
+    index = _index(error, fetch, replay)
     if index is None:
-        return plain
+        return _PLAIN
     return (
-        f"sample {index!r} of {type(loader.dataset).__name__} could not be read",
+        f"sample {index!r} of {type(dataset).__name__} could not be read",
         "Fix that sample, or leave it out; its traceback is above.",
     )
 
@@ -188,19 +207,3 @@ def _sought(
             same = isinstance(error, type(again)) or f"{type(again).__name__}: " in str(error)
             return index if same else None
     return None
-
-
-def _indices(loader: Any, batch: int, replay: Callable[[], Any]) -> List[object]:
-    """The indices of a batch, where torch's own samplers make the order reproducible."""
-    if (
-        isinstance(loader.dataset, IterableDataset)
-        or type(loader.batch_sampler) is not BatchSampler
-        or type(loader.sampler) not in (RandomSampler, SequentialSampler)
-        or loader.persistent_workers
-        or loader.generator is not None
-    ):
-        return []
-    with replay():
-        # As torch's iterator does: a seed for the workers first, then the order.
-        torch.empty((), dtype=torch.int64).random_()
-        return [*next(itertools.islice(loader.batch_sampler, batch, None), ())]

@@ -381,10 +381,12 @@ class DataAdapter:
         finally:
             # Let go of, not closed: one that the user holds as well may be gone on with.
             finished, self._being_read, iterator = self._being_read, None, None
-            if is_new:
-                loaders.end_workers(finished)
-            elif is_interrupted(sys.exc_info()[1]) and loaders.reads_as_torch(loader):
-                # Persistent ones may read something slow, which torch would wait for later.
+            # Persistent workers may read something slow, which torch would wait for later. If one
+            # of them is gone, no pass can go on with the others.
+            if is_new or (
+                loaders.reads_as_torch(loader)
+                and (is_interrupted(sys.exc_info()[1]) or loaders.has_lost_worker(finished))
+            ):
                 forget_workers(loader)
                 loaders.end_workers(finished)
             del finished

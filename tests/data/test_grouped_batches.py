@@ -333,6 +333,10 @@ def test_a_message_of_batches_that_take_long_has_one(monkeypatch):
     assert messages(small(), monkeypatch) == [[1, 1]] * 100
 
 
+def test_a_message_has_one_batch_where_torch_waits_for_it_so_long_at_most(monkeypatch):
+    assert messages(small(timeout=60), monkeypatch) == [[1, 1]] * 100
+
+
 def test_a_message_has_batches_of_several_shapes(monkeypatch):
     loader = DataLoader(Lengths(), batch_sampler=BUCKETS, collate_fn=BUCKETS.pad, num_workers=2)
     assert messages(loader, monkeypatch) == [*[[1, 1]] * 3, [8, 7]]
@@ -357,13 +361,12 @@ class OwnSampler(Sampler):
 @pytest.mark.parametrize(
     "options",
     [
-        {"timeout": 60},
         {"sampler": OwnSampler()},
         {"batch_sampler": [[0, 1], [2]], "batch_size": 1},
         {"batch_size": None},
         {"num_workers": 0},
     ],
-    ids=["timeout", "sampler", "batches", "no batches", "no workers"],
+    ids=["sampler", "batches", "no batches", "no workers"],
 )
 def test_what_somebody_could_tell_is_left_to_torch(options):
     options = {"num_workers": 1, "batch_size": 4, **options}

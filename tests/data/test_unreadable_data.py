@@ -1,6 +1,7 @@
 """Errors of the user's data code: with batch and sample, chained from the original."""
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -108,6 +109,25 @@ CASES = {
     "worker": (
         lambda: DataLoader(Breaks(), 4, num_workers=2),
         f"batch 3: sample 13 of Breaks could not be read: ValueError: file 13 is broken. {MEND}",
+    ),
+    "worker that draws by a generator and stays": (
+        lambda: DataLoader(
+            Breaks(),
+            20,
+            shuffle=True,
+            num_workers=2,
+            generator=torch.Generator().manual_seed(0),
+            persistent_workers=True,
+        ),
+        f"batch 0: sample 13 of Breaks could not be read: ValueError: file 13 is broken. {MEND}",
+    ),
+    "worker with a timeout": (
+        lambda: DataLoader(Breaks(), 4, num_workers=1, timeout=60),
+        f"batch 3: sample 13 of Breaks could not be read: ValueError: file 13 is broken. {MEND}",
+    ),
+    "collate in a worker": (
+        lambda: DataLoader(Samples(SAMPLES), 4, num_workers=1, collate_fn=bad_collate),
+        f"batch 1: collate_fn failed: ValueError: can't be put together. {LINE}",
     ),
     "worker with a sampler": (
         lambda: DataLoader(Breaks(), 4, num_workers=1, sampler=list(range(20))),
@@ -254,6 +274,35 @@ def test_a_worker_that_dies_keeps_torchs_text(prefetch, monkeypatch):
     assert re.match(f"{where}({told})", str(caught.value))
     assert str(caught.value).endswith(TRY)
     assert isinstance(caught.value.__cause__, (RuntimeError, ConnectionError, EOFError))
+
+
+class DiesWhile(Samples):
+    """Ends its process as long as a file is there, but not before training has begun."""
+
+    def __init__(self, file):
+        super().__init__(SAMPLES * 80)
+        self.file = file
+
+    def __getitem__(self, index):
+        if index == 1200 and self.file.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_loader_whose_workers_stay_can_be_read_again_after_one_died(prefetch, tmp_path):
+    """torch itself refuses such a loader from then on."""
+    file = tmp_path / "file"
+    file.touch()
+    loader = DataLoader(DiesWhile(file), 4, num_workers=2, persistent_workers=True)
+    loading, model = ipufit.Loading(prefetch=prefetch), compiled()
+    with pytest.raises(DataError, match="a worker process of the DataLoader ended"):
+        fit(model, loader, loading=loading)
+    assert not multiprocessing.active_children()
+    file.unlink()
+    history = fit(model, loader, loading=loading)
+    assert len(history.history["loss"]) == 1
 
 
 @pytest.mark.long
