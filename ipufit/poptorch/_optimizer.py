@@ -13,19 +13,9 @@ from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import clipped
 from ipufit.engines.embedded.flat_optimizer import apply_rules
 from ipufit.optim.rules import OptimizerRule
+from ipufit.poptorch import _optimizer_rules
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._loss_scale import FINAL_SCALE, UPDATE_FACTOR, AutomaticLossScale
-from ipufit.poptorch._optimizer_rules import (
-    LOSS_SCALING,
-    PREFIXES,
-    Factors,
-    exported,
-    group_of,
-    imported,
-    initial,
-    rule_of,
-    step_name,
-)
 from ipufit.poptorch._optimizer_settings import OptimizerSettings, Value, check_replacement
 from ipufit.poptorch.optim import DeviceState
 from ipufit.tracing.capture import capture
@@ -93,19 +83,19 @@ class CompiledOptimizer:
         settings: OptimizerSettings,
         groups: Sequence[Sequence[str]],
         parameters: Mapping[str, Tensor],
-        factors: Optional[Factors] = None,
+        factors: Optional[_optimizer_rules.Factors] = None,
         automatic: Optional[AutomaticLossScale] = None,
     ) -> None:
         settings.check()
         self.settings = settings
-        self._factors = factors or Factors()
+        self._factors = factors or _optimizer_rules.Factors()
         self._automatic = automatic
         self._scales = automatic is not None or settings.loss_scaling != Value(1.0, True)
         # The device's numbers that were written to it and are not those of the settings.
         self._written: Dict[str, float] = {}
         self._graphs: Dict[Tuple[object, ...], Callable[..., object]] = {}
         self._parts: List[_UpdateBucket] = []
-        self._rules = [rule_of(settings, group) for group in range(len(groups))]
+        self._rules = [_optimizer_rules.rule_of(settings, group) for group in range(len(groups))]
         self._members = [
             self._member(name, group, parameters[name])
             for group, names in enumerate(groups)
@@ -118,18 +108,19 @@ class CompiledOptimizer:
     @property
     def loss_scaling(self) -> float:
         """Factor by which the loss of the coming update is multiplied."""
-        scaling = self._written.get(LOSS_SCALING, self.settings.loss_scaling.value)
+        scaling = self._written.get(_optimizer_rules.LOSS_SCALING, self.settings.loss_scaling.value)
         return scaling * (1.0 if self._automatic is None else self._automatic.factor)
 
     def _member(self, name: str, group: int, weight: Tensor) -> _WeightState:
         numbers = self._numbers(name, group)
         state = {
-            key: initial(self.settings, key, weight, numbers) for key in self._rules[group].tensors
+            key: _optimizer_rules.initial(self.settings, key, weight, numbers)
+            for key in self._rules[group].tensors
         }
         return _WeightState(name, group, weight, 0.0, numbers, state)
 
     def _numbers(self, name: str, group: int) -> Dict[str, float]:
-        return imported(self.settings, group, name, self._factors, self._written)
+        return _optimizer_rules.imported(self.settings, group, name, self._factors, self._written)
 
     def _log(self) -> None:
         for line in self.settings.lines():
@@ -218,7 +209,7 @@ class CompiledOptimizer:
     def _row(self, part: _UpdateBucket, flat: Tensor) -> Tensor:
         """Return the coefficients of a coming update."""
         first = part.members[0]
-        group = group_of(self.settings, first.numbers)
+        group = _optimizer_rules.group_of(self.settings, first.numbers)
         dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         row = part.rule.coefficients(group, first.updates + 1)
         return torch.tensor(row, dtype=dtype, device=flat.device)
@@ -243,7 +234,7 @@ class CompiledOptimizer:
         for member in self._members:
             for name, tensor in self._named(member).items():
                 tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            step = step_name(self.settings.kind, member.name)
+            step = _optimizer_rules.step_name(self.settings.kind, member.name)
             if step is not None:
                 tensors[step] = _single(member.updates)
         numbers = {name: _single(number) for name, number in self.numbers().items()}
@@ -261,15 +252,17 @@ class CompiledOptimizer:
         return {**self.numbers(), **scales}
 
     def _named(self, member: _WeightState) -> Dict[str, Tensor]:
-        prefixes = PREFIXES[self.settings.kind]
+        prefixes = _optimizer_rules.PREFIXES[self.settings.kind]
         return {prefixes[key] + member.name: tensor for key, tensor in member.state.items()}
 
     def _exported(self) -> Dict[str, float]:
         result = {}
         for member in self._members:
-            result.update(exported(self.settings, member.group, member.name, self._factors))
+            result.update(
+                _optimizer_rules.exported(self.settings, member.group, member.name, self._factors)
+            )
         if not self.settings.loss_scaling.constant:
-            result[LOSS_SCALING] = self.settings.loss_scaling.value
+            result[_optimizer_rules.LOSS_SCALING] = self.settings.loss_scaling.value
         return result
 
     def load_state(self, state: DeviceState) -> None:
@@ -308,7 +301,7 @@ class CompiledOptimizer:
             else:
                 _warn_of_missing("state", UPDATE_FACTOR)
         for member in self._members:
-            name = step_name(self.settings.kind, member.name)
+            name = _optimizer_rules.step_name(self.settings.kind, member.name)
             if name is None:
                 continue
             if name in tensors:

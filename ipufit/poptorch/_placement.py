@@ -9,14 +9,7 @@ from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tu
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error, logger
-from ipufit.poptorch._options.execution import (
-    ParallelPhasedExecution,
-    PipelinedExecution,
-    ShardedExecution,
-    Stage,
-    _IExecutionStrategy,
-    _IPhasedExecution,
-)
+from ipufit.poptorch._options import execution
 from ipufit.poptorch._options.options import Options
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.utils.poptorch_sdk import CLAIM_IPUS
@@ -230,8 +223,8 @@ def place_on_ipus(
             a system has or not a power of two of them, or a transfer that can't overlap.
     """
     strategy = options._execution_strategy
-    pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(
-        strategy, ShardedExecution
+    pipelined = isinstance(strategy, execution.PipelinedExecution) and not isinstance(
+        strategy, execution.ShardedExecution
     )
     blocks = placed_blocks(strategy, entered)
     for block in blocks:
@@ -248,22 +241,25 @@ def place_on_ipus(
     return ipus
 
 
-def placed_blocks(strategy: _IExecutionStrategy, entered: Entered) -> List[PlacedBlock]:
+def placed_blocks(strategy: execution._IExecutionStrategy, entered: Entered) -> List[PlacedBlock]:
     """Return each entry into a block with its stage, phase and IPU."""
-    stages: Dict[Hashable, Stage] = {}
+    stages: Dict[Hashable, execution.Stage] = {}
     blocks = []
     for block, block_ipu in entered:
         stage = _stage(strategy, stages, block, block_ipu)
         # The strategy's word on the IPU comes before the block's.
         ipu = stage._ipu if stage._ipu is not None else block_ipu
-        if ipu is None and not isinstance(strategy, _IPhasedExecution):
+        if ipu is None and not isinstance(strategy, execution._IPhasedExecution):
             ipu = stage._stage_id
         if ipu is None or ipu < 0:
             raise error(
                 f"The block {block!r} has no IPU (got {ipu}). Name one, from 0: poptorch.Block("
                 f"{block!r}, ipu_id=0), or strategy.stage({block!r}).ipu(0)."
             )
-        if isinstance(strategy, ParallelPhasedExecution) and stage._phase_id % 2 != ipu % 2:
+        if (
+            isinstance(strategy, execution.ParallelPhasedExecution)
+            and stage._phase_id % 2 != ipu % 2
+        ):
             raise error(
                 "When phases are executed in parallel, even phases need even IPUs and odd phases "
                 f"odd ones: the block {block!r} is of phase {stage._phase_id} and on IPU {ipu}. "
@@ -274,13 +270,13 @@ def placed_blocks(strategy: _IExecutionStrategy, entered: Entered) -> List[Place
 
 
 def _stage(
-    strategy: _IExecutionStrategy,
-    generated_stages: Dict[Hashable, Stage],
+    strategy: execution._IExecutionStrategy,
+    generated_stages: Dict[Hashable, execution.Stage],
     block: Hashable,
     ipu: Optional[int],
-) -> Stage:
+) -> execution.Stage:
     """Return the stage of a block, and add those that the strategy generates to a dict."""
-    named: Dict[Any, Stage] = strategy._block_map
+    named: Dict[Any, execution.Stage] = strategy._block_map
     if named:
         if block not in named:
             raise AssertionError(
@@ -290,7 +286,7 @@ def _stage(
         return named[block]
     if block in generated_stages:
         return generated_stages[block]
-    assert isinstance(strategy, PipelinedExecution)  # phases are always named
+    assert isinstance(strategy, execution.PipelinedExecution)  # phases are always named
     if strategy._auto_stage == enums.AutoStage.SameAsIpu:
         if ipu is None:
             raise AssertionError(
@@ -301,7 +297,7 @@ def _stage(
         number = ipu
     else:
         number = 1 + len(generated_stages)
-    generated_stages[block] = Stage()._setStage(number)
+    generated_stages[block] = execution.Stage()._setStage(number)
     return generated_stages[block]
 
 

@@ -11,33 +11,15 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
+from ipufit.poptorch import _object_files, _program_files
 from ipufit.poptorch._arguments import Arguments
 from ipufit.poptorch._codec import InvalidContent, Values
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._device import ReplicaGrouping
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._loss_scale import ScalingSettings
-from ipufit.poptorch._object_files import (
-    UnknownClass,
-    module_from_values,
-    module_to_values,
-    optimizer_from_values,
-    optimizer_to_values,
-    options_from_values,
-    options_to_values,
-    weights_from_values,
-)
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._parsers import flattenTensorStructure
-from ipufit.poptorch._program_files import (
-    Path,
-    file_to_write,
-    invalid,
-    program_from_values,
-    program_to_values,
-    read_file,
-    write_file,
-)
 from ipufit.poptorch._recording import RecordedProgram
 from ipufit.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
 from ipufit.poptorch.optim import DeviceState
@@ -74,7 +56,7 @@ class Saved:
 
 
 def write(
-    filename: Path,
+    filename: _program_files.Path,
     version: str,
     program: Compiled,
     options: Options,
@@ -102,11 +84,11 @@ def write(
     arguments = program.arguments
     values: Dict[str, object] = {
         "version": version,
-        "program": program_to_values(program.recorded),
+        "program": _program_files.program_to_values(program.recorded),
         "arguments": [arguments.args, arguments.names, arguments.kwargs],
         "state": {name: torch.empty_like(t, device="meta") for name, t in example.items()},
         "groupings": {name: tuple(grouping) for name, grouping in groupings.items()},
-        "options": options_to_values(options),
+        "options": _object_files.options_to_values(options),
         "wide": program.wide,
         "model": None,
         "optimizer": None,
@@ -114,20 +96,20 @@ def write(
         "rng_state": rng_state,
     }
     if model is not None:
-        values["model"] = module_to_values(model)
+        values["model"] = _object_files.module_to_values(model)
         if optimizer is not None:
-            values["optimizer"] = optimizer_to_values(optimizer.optimizer)
+            values["optimizer"] = _object_files.optimizer_to_values(optimizer.optimizer)
             values["optimizer_state"] = optimizer.state()
-    write_file(file_to_write(filename), values)
+    _program_files.write_file(_program_files.file_to_write(filename), values)
 
 
-def read(filename: Path, version: str) -> Saved:
+def read(filename: _program_files.Path, version: str) -> Saved:
     """Read a compiled model; nothing in the file is run.
 
     Raises:
         Error: it is no such file, of another version, or damaged.
     """
-    values = read_file(filename)
+    values = _program_files.read_file(filename)
     try:
         file_version = values.get("version")
         if file_version != version:
@@ -137,9 +119,9 @@ def read(filename: Path, version: str) -> Saved:
             )
         return _saved(values)
     except InvalidContent as reason:
-        raise invalid(str(filename), str(reason)) from reason
+        raise _program_files.invalid(str(filename), str(reason)) from reason
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:
-        raise invalid(str(filename), f"it is damaged ({reason!r})") from reason
+        raise _program_files.invalid(str(filename), f"it is damaged ({reason!r})") from reason
 
 
 def _saved(values: Values) -> Saved:
@@ -153,14 +135,14 @@ def _saved(values: Values) -> Saved:
         for name, (kind, shards, mode) in values["groupings"].items()
     }
     return Saved(
-        program_from_values(values["program"]),
+        _program_files.program_from_values(values["program"]),
         Arguments(args, names, kwargs),
         dict(values["state"]),
         groupings,
         _options(values["options"]),
         bool(values["wide"]),
         model,
-        optimizer_from_values(values["optimizer"]),
+        _object_files.optimizer_from_values(values["optimizer"]),
         values["optimizer_state"],
         None if rng is None else [int(rng[0])],
     )
@@ -168,7 +150,7 @@ def _saved(values: Values) -> Saved:
 
 def _options(values: Values) -> Options:
     """Read options for an available device, even if the file was compiled without one."""
-    options = options_from_values(values)
+    options = _object_files.options_from_values(values)
     options.deleteIfExists("ipu_version")
     if options.connection_type == ConnectionType.Never:
         options.connectionType(ConnectionType.Always)
@@ -177,9 +159,9 @@ def _options(values: Values) -> Options:
 
 def _model(values: List[Values], arguments: Arguments) -> nn.Module:
     try:
-        return module_from_values(values)
-    except UnknownClass as reason:
-        model = weights_from_values(str(reason), values)
+        return _object_files.module_from_values(values)
+    except _object_files.UnknownClass as reason:
+        model = _object_files.weights_from_values(str(reason), values)
     # Calls are bound as before, with the same constants in the place of what is left out.
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=_default(value))
@@ -222,7 +204,7 @@ _COMPILED_FOR_IN_TRAINING = {
 
 def check_fits(
     saved: Saved,
-    filename: Path,
+    filename: _program_files.Path,
     training: bool,
     options: Options,
     groupings: Mapping[str, ReplicaGrouping],
@@ -275,7 +257,10 @@ def _differing(saved: Options, current: Options, training: bool) -> List[str]:
 
 
 def check_state(
-    saved: Saved, filename: Path, state: Mapping[str, Tensor], trained: Sequence[Sequence[str]]
+    saved: Saved,
+    filename: _program_files.Path,
+    state: Mapping[str, Tensor],
+    trained: Sequence[Sequence[str]],
 ) -> None:
     """Refuse a program that was compiled for other weights.
 

@@ -18,14 +18,7 @@ from ipufit.data.settings import validation_epochs
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.report.settings import Report, refuse_report, refuse_reports, split_reports
-from ipufit.training.fit_data import (
-    CallRequest,
-    FitData,
-    FitRequest,
-    InferenceRequest,
-    inference_plan,
-    resolve_prefetch,
-)
+from ipufit.training import fit_data
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.utils.console import VerboseLevel, resolve_verbose
 from ipufit.utils.error_collector import ErrorCollector, at_least
@@ -51,7 +44,7 @@ class InferenceConfig(JobSpec):
 
     @staticmethod
     def check(
-        session: Session, mode: Mode, request: InferenceRequest, faults: ErrorCollector
+        session: Session, mode: Mode, request: fit_data.InferenceRequest, faults: ErrorCollector
     ) -> InferenceConfig:
         """Raise all faults at once, with those known before, or return the arguments."""
         source = plan = None
@@ -64,10 +57,10 @@ class InferenceConfig(JobSpec):
         with faults.collect():
             data = source or DataAdapter([], request.data.role)
             work = (request.ipus, request.device_iterations)
-            plan = inference_plan(session, data, steps, "steps", *work)
+            plan = fit_data.inference_plan(session, data, steps, "steps", *work)
         callbacks, seed, level = _common(session, faults, request, mode)
         with faults.collect():
-            prefetch = resolve_prefetch(request.prefetch, source, session)
+            prefetch = fit_data.resolve_prefetch(request.prefetch, source, session)
         value = request.padding_value
         with faults.collect():
             if value is not None and type(value) not in (int, float):
@@ -129,7 +122,7 @@ class FitConfig:
     seed: int = 0
 
     @staticmethod
-    def check(session: Session, request: FitRequest) -> FitConfig:
+    def check(session: Session, request: fit_data.FitRequest) -> FitConfig:
         """Raise all faults at once, or return the arguments."""
         faults = ErrorCollector(of_call=True)
         with faults.collect():
@@ -141,7 +134,7 @@ class FitConfig:
         epochs = range(1)
         with faults.collect():
             epochs = _epochs(request.epochs)
-        data = FitData(session, request, faults)
+        data = fit_data.FitData(session, request, faults)
         loading = data.loading
         data.open()
         data.limit()
@@ -153,8 +146,8 @@ class FitConfig:
             data.refuse_unused()
             due = validation_epochs(data.validation, epochs)
         passes = request.steps_per_epoch is not None
-        prefetch = resolve_prefetch(loading.prefetch, data.source, session, passes)
-        held_prefetch = resolve_prefetch(loading.prefetch, data.held_out, session)
+        prefetch = fit_data.resolve_prefetch(loading.prefetch, data.source, session, passes)
+        held_prefetch = fit_data.resolve_prefetch(loading.prefetch, data.held_out, session)
         checkpoint = None
         with faults.collect():
             checkpoint = resolve_checkpoint(request.checkpoint)
@@ -270,7 +263,7 @@ def _epochs_left(checkpoint: RestoredState, epochs: range) -> range:
 def _common(
     session: Session,
     faults: ErrorCollector,
-    request: CallRequest,
+    request: fit_data.CallRequest,
     mode: Mode,
 ) -> Tuple[List[Callback], Optional[int], VerboseLevel]:
     callbacks: List[Callback] = []

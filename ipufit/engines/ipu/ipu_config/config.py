@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequ
 
 from ipufit.core import ConfigOutputMode, PodType
 from ipufit.engines.ipu.effects import ENGINES
-from ipufit.engines.ipu.ipu_config import serialization
+from ipufit.engines.ipu.ipu_config import reading, serialization
 from ipufit.engines.ipu.ipu_config.parameters import (
     PARAMETERS,
     IpuLayout,
@@ -20,14 +20,6 @@ from ipufit.engines.ipu.ipu_config.parameters import (
     shown,
     twin,
     values_of,
-)
-from ipufit.engines.ipu.ipu_config.reading import (
-    check_changes,
-    filled,
-    incoherent,
-    parse_changes,
-    raise_faults,
-    read,
 )
 from ipufit.engines.ipu.ipu_config.serialization import Path, Token
 from ipufit.engines.ipu.ipu_config.settings import changed_parameters, effects_of, to_options
@@ -142,7 +134,7 @@ class IPUConfig(ParameterValues):
         named = {name: value for name, value in locals().items() if name in PARAMETERS}
         # An older name must not lose against the default of the newer one.
         changed = {name: value for name, value in named.items() if not is_default(name, value)}
-        self.__dict__.update(read({**changed, **others}), _mode=_MODES[0])
+        self.__dict__.update(reading.read({**changed, **others}), _mode=_MODES[0])
 
     @classmethod
     def _build(
@@ -155,7 +147,7 @@ class IPUConfig(ParameterValues):
         config = cls.__new__(cls)
         faults: List[str] = []
         try:
-            config.__dict__.update(read(arguments, pod_type, where), _mode=_MODES[0])
+            config.__dict__.update(reading.read(arguments, pod_type, where), _mode=_MODES[0])
         except ConfigurationError as error:
             # Together with what is wrong with the changes.
             faults.append(str(error))
@@ -189,17 +181,17 @@ class IPUConfig(ParameterValues):
         (0, [2, -1])
         """
         faults: List[str] = []
-        self._change(parse_changes(update_str, faults), faults)
+        self._change(reading.parse_changes(update_str, faults), faults)
 
     def _change(self, changes: Mapping[str, object], faults: List[str]) -> None:
-        checked = check_changes(changes, faults)
+        checked = reading.check_changes(changes, faults)
         before = dict(self.__dict__)
         if not faults:
             self._set(checked)
-            faults = incoherent(self.__dict__)
+            faults = reading.incoherent(self.__dict__)
         if faults:
             self.__dict__.update(before)
-        raise_faults(faults)
+        reading.raise_faults(faults)
 
     def check(self) -> None:
         """Check that the values fit together.
@@ -214,7 +206,7 @@ class IPUConfig(ParameterValues):
             before = len(faults)
             check_value(name, value, faults)
             bad |= {name} if len(faults) > before else set()
-        raise_faults([*faults, *incoherent(self.__dict__, bad)])
+        reading.raise_faults([*faults, *reading.incoherent(self.__dict__, bad)])
 
     @property
     def mode(self) -> str:
@@ -247,7 +239,7 @@ class IPUConfig(ParameterValues):
         5
         """
         if name not in PARAMETERS:
-            raise_faults([f"IPUConfig has no parameter {name!r}. {nearest(name)}"])
+            reading.raise_faults([f"IPUConfig has no parameter {name!r}. {nearest(name)}"])
         other = twin(name) if self._mode == _MODES[1] else None
         return getattr(self, other or name)
 
@@ -397,9 +389,9 @@ class IPUConfig(ParameterValues):
             ConfigurationError: the file is not found or can't be read; with every fault.
         """
         unknown: List[str] = []
-        check_changes({n: None for n in changes if n not in PARAMETERS}, unknown)
+        reading.check_changes({n: None for n in changes if n not in PARAMETERS}, unknown)
         # Before anything is downloaded for nothing.
-        raise_faults(unknown if not os.path.exists(source) else [])
+        reading.raise_faults(unknown if not os.path.exists(source) else [])
         hub_arguments: Dict[str, object] = {
             "revision": revision,
             "cache_dir": cache_dir,
@@ -592,8 +584,8 @@ class IPUConfig(ParameterValues):
         if name.startswith("_") and twin(plain) is not None and plain not in _NOT_BY_MODE:
             name = f"inference_{plain}" if self._mode == _MODES[1] else plain
         faults: List[str] = []
-        checked = check_changes({name: value}, faults)
-        raise_faults(faults)
+        checked = reading.check_changes({name: value}, faults)
+        reading.raise_faults(faults)
         self._set(checked)
 
     def _set(self, checked: Mapping[str, object]) -> None:
@@ -609,7 +601,7 @@ class IPUConfig(ParameterValues):
                 if state[factor] == 1 and checked.get(factor) is None:
                     # A factor of 1 cuts nothing, and gives way.
                     state[factor] = None
-        values = filled(values_of(self))
+        values = reading.filled(values_of(self))
         passed = {name for name, value in checked.items() if value == values[name]}
         state["_passed"] = (self._passed | passed) - (set(checked) - passed)
         state.update(values)

@@ -6,17 +6,10 @@ import collections
 import dataclasses
 from typing import Dict, List, Optional, Tuple
 
-from ipufit.engines.ipu.preflight.facts import (
-    COMMIT,
-    LIMITED,
-    UNKNOWN,
-    UNSUPPORTED,
-    CodeLocation,
-    Fact,
-)
+from ipufit.engines.ipu.preflight import facts
 from ipufit.utils.console import TextReport
 
-_VERDICTS = (UNSUPPORTED, UNKNOWN, LIMITED)
+_VERDICTS = (facts.UNSUPPORTED, facts.UNKNOWN, facts.LIMITED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +27,7 @@ class PreflightFinding:
         times: how often it occurs there.
     """
 
-    fact: Fact
+    fact: facts.Fact
     what: str
     module: Optional[str] = None
     file: Optional[str] = None
@@ -42,7 +35,7 @@ class PreflightFinding:
     times: int = 1
 
     @classmethod
-    def at(cls, fact: Fact, what: str, location: CodeLocation) -> PreflightFinding:
+    def at(cls, fact: facts.Fact, what: str, location: facts.CodeLocation) -> PreflightFinding:
         """Make a finding about something that ran at a location.
 
         Args:
@@ -128,24 +121,24 @@ class PreflightReport(TextReport):
     @property
     def unsupported(self) -> Tuple[PreflightFinding, ...]:
         """Findings for which the model must be changed."""
-        return self._of(UNSUPPORTED)
+        return self._of(facts.UNSUPPORTED)
 
     @property
     def unknown(self) -> Tuple[PreflightFinding, ...]:
         """Findings that PopTorch's sources do not mention, which may or may not run."""
-        return self._of(UNKNOWN)
+        return self._of(facts.UNKNOWN)
 
     @property
     def limited(self) -> Tuple[PreflightFinding, ...]:
         """Findings that run with limits or differences."""
-        return self._of(LIMITED)
+        return self._of(facts.LIMITED)
 
     def as_dict(self) -> Dict[str, object]:
         """Return the whole report, for JSON."""
         return {
             "title": self.title,
             "ok": self.ok,
-            "poptorch": {"version": "3.4", "commit": COMMIT},
+            "poptorch": {"version": "3.4", "commit": facts.COMMIT},
             "operators": self.operators,
             "stopped": self.stopped,
             "warnings": list(self.warnings),
