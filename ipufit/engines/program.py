@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
@@ -32,6 +33,7 @@ from ipufit.tracing.validate import public_name
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., object])
 # Structure of a micro-batch, and shape, dtype and strides, where these count, of each tensor.
 Form = Tuple[object, Tuple[Tuple[torch.Size, torch.dtype, Tuple[int, ...]], ...]]
 
@@ -429,6 +431,17 @@ class Program(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} compares no operators")
 
 
+def _handed_on(method: Method) -> Method:
+    """Make a method of a :class:`ForwardingProgram` from that of a program."""
+
+    def hand_on(self: ForwardingProgram, *args: object, **named: object) -> object:
+        return getattr(self._program, method.__name__)(*args, **named)
+
+    # Without attributes: it is not abstract.
+    handing_on: Method = functools.wraps(method, updated=())(hand_on)  # type: ignore[assignment]
+    return handing_on
+
+
 class ForwardingProgram(Program):
     """Program that hands every call on to another one; a subclass does more in some of them.
 
@@ -445,73 +458,23 @@ class ForwardingProgram(Program):
         """Number of weight updates since ``compile``, including skipped ones."""
         return self._program.updates
 
-    def prepare(self, example: MicroBatch) -> Prepared:
-        """Build for micro-batches like ``example``."""
-        return self._program.prepare(example)
-
-    def run(self, batch: CombinedBatch) -> ExecutionResult:
-        """Run one execution."""
-        return self._program.run(batch)
-
-    def read_state(self) -> TrainState:
-        """Copy weights, buffers, optimizer state and counters to the host."""
-        return self._program.read_state()
-
-    def write_state(self, state: TrainState) -> None:
-        """Continue from another state."""
-        self._program.write_state(state)
-
-    def close(self) -> None:
-        """Hand weights and optimizer state back to the user."""
-        self._program.close()
-
-    def publish(self) -> None:
-        """Bring the state of the spec's optimizer up to date."""
-        self._program.publish()
-
-    def swap_averages(self) -> None:
-        """Exchange the trained weights and their moving averages."""
-        self._program.swap_averages()
-
-    def adopt_averages(self) -> None:
-        """Make the moving averages the weights."""
-        self._program.adopt_averages()
-
-    def expect(self, updates: int) -> None:
-        """Learn how many updates ``fit`` is to make."""
-        self._program.expect(updates)
-
-    def stage(self, batch: CombinedBatch) -> CombinedBatch:
-        """Move a batch that is to run later to where it will be read."""
-        return self._program.stage(batch)
-
-    def share_buffers(self) -> None:
-        """Give the modules of all processes the buffers of the first replica."""
-        self._program.share_buffers()
-
-    def gather_optimizer(self) -> None:
-        """Make the state of the spec's optimizer whole."""
-        self._program.gather_optimizer()
-
-    def gather_weights(self) -> None:
-        """Bring the module's weights up to date."""
-        self._program.gather_weights()
-
-    def enter_eval(self) -> None:
-        """Put an optimizer's separate weights for evaluation into the module."""
-        self._program.enter_eval()
-
-    def fail(self, action: Optional[str]) -> None:
-        """Raise the error that a failing device would raise."""
-        self._program.fail(action)
-
-    def profile(self, batch: MicroBatch) -> Optional[Dict[str, Any]]:
-        """Time the operators of a micro-batch."""
-        return self._program.profile(batch)
-
-    def compare(self, batch: MicroBatch, reference: str, tolerance: Tolerance) -> Comparison:
-        """Compare the recorded micro-batch with the module itself."""
-        return self._program.compare(batch, reference, tolerance)
+    prepare = _handed_on(Program.prepare)
+    run = _handed_on(Program.run)
+    read_state = _handed_on(Program.read_state)
+    write_state = _handed_on(Program.write_state)
+    close = _handed_on(Program.close)
+    publish = _handed_on(Program.publish)
+    swap_averages = _handed_on(Program.swap_averages)
+    adopt_averages = _handed_on(Program.adopt_averages)
+    expect = _handed_on(Program.expect)
+    stage = _handed_on(Program.stage)
+    share_buffers = _handed_on(Program.share_buffers)
+    gather_optimizer = _handed_on(Program.gather_optimizer)
+    gather_weights = _handed_on(Program.gather_weights)
+    enter_eval = _handed_on(Program.enter_eval)
+    fail = _handed_on(Program.fail)
+    profile = _handed_on(Program.profile)
+    compare = _handed_on(Program.compare)
 
 
 class Engine(abc.ABC):

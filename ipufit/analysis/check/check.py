@@ -10,22 +10,7 @@ from typing import Dict, Iterator, List, Optional, Sequence
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.check.findings import (
-    CheckReport,
-    Finding,
-    Findings,
-    changed_at,
-    differs_at,
-    drawn_at,
-    error_at,
-    generator_at,
-    mode_findings,
-    output_at,
-    outside_at,
-    seeded_at,
-    titles_of,
-    untrained_findings,
-)
+from ipufit.analysis.check import findings
 from ipufit.analysis.check.python_state import Change, OwnedName, PythonSnapshot, write_back
 from ipufit.analysis.check.recorders import OutputEvents, differences, quiet, same_results
 from ipufit.analysis.check.runs import CheckRun, ModuleUnderTest
@@ -54,13 +39,13 @@ class _CheckSuite:
     Args:
         tested: the module that is run.
         pristine: its state.
-        findings: collects what the runs show.
+        collector: collects what the runs show.
         is_training: with gradients.
     """
 
     tested: ModuleUnderTest
     pristine: Dict[str, Tensor]
-    findings: Findings
+    collector: findings.Findings
     is_training: bool
 
     def __post_init__(self) -> None:
@@ -92,7 +77,7 @@ class _CheckSuite:
         foreign = only_on_ipus(first.error)
         if first.error is not None and foreign is not None:
             text, _, cure = foreign.rpartition(". ")
-            self.findings.add(_unrecordable(first.error, text, cure))
+            self.collector.add(_unrecordable(first.error, text, cure))
             return None
         if first.error is not None and not _is_about_gradients(first.error):
             read: List[CaptureError] = []
@@ -104,13 +89,13 @@ class _CheckSuite:
             if not self._is_recordable(first, valued):
                 return None
             if first.needs_values:
-                self.findings.add(*map(error_at, _after(read, first.error)))
+                self.collector.add(*map(findings.error_at, _after(read, first.error)))
             self._add_findings(valued)
             first = valued
         second = self._valued() if has_values else self._recorded(rolled=True)
         self._undo()
         for difference in differences(first.recorder.operations, second.recorder.operations):
-            self.findings.add(differs_at(difference, ()))
+            self.collector.add(findings.differs_at(difference, ()))
         if self._changes or self._drawn:
             self._follow()
         return None if self._drawn else with_gradient
@@ -153,25 +138,25 @@ class _CheckSuite:
         if recorded.error is not None and is_torchs and not valued.recorder.generators:
             text = f"the module runs, but can't be recorded: {brief_error(recorded.error)}"
             cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
-            self.findings.add(_unrecordable(recorded.error, text, cure))
+            self.collector.add(_unrecordable(recorded.error, text, cure))
         return True
 
     def _add_findings(self, run: CheckRun) -> None:
         """Add the findings of one run: what ended it, and what it came upon before."""
-        self.findings.add(*map(error_at, run.rebound))
-        self.findings.add(*map(generator_at, run.recorder.generators))
+        self.collector.add(*map(findings.error_at, run.rebound))
+        self.collector.add(*map(findings.generator_at, run.recorder.generators))
         if self.is_training:
             named = {id(p): public_name(n) for n, p in self.tested.step.named_parameters()}
             for tensor, frame in run.recorder.outside:
-                self.findings.add(outside_at(named.get(id(tensor)), frame))
+                self.collector.add(findings.outside_at(named.get(id(tensor)), frame))
         error = run.error
         if isinstance(error, CaptureError):
             if error.file is not None or not run.recorder.outside:
-                self.findings.add(error_at(error))
+                self.collector.add(findings.error_at(error))
         elif isinstance(error, LossError) and run.recorder.operations:
             what, _, cure = str(error).partition(". ")
             kind = "unused" if "no gradient reached" in what else "capture"
-            self.findings.add(Finding(kind, "error", None, None, None, what, cure))
+            self.collector.add(findings.Finding(kind, "error", None, None, None, what, cure))
         elif isinstance(error, IpufitError):
             raise error
 
@@ -195,21 +180,21 @@ class _CheckSuite:
         again = _by_place([c for part in repeated for c in part])
         # A generator was set back between the runs.
         again.update(_by_place([c for c in by_run[0] if c.how == "drawn"]))
-        titles = titles_of(list(again.values()))
+        titles = findings.titles_of(list(again.values()))
         programs = [run.recorder.operations for run in runs]
         unlike = differences(*programs[1:]) if len(runs) == 3 else []
         if not unlike and len(runs) > 1 and not same_results(runs[0].results, runs[1].results):
             # What the first call alone does, such as a start from data.
             unlike = differences(*programs[:2])[:1]
             again = {**_by_place(by_run[0]), **again}
-            titles = titles_of(list(again.values()))
-        self.findings.add(*(differs_at(difference, titles) for difference in unlike))
+            titles = findings.titles_of(list(again.values()))
+        self.collector.add(*(findings.differs_at(difference, titles) for difference in unlike))
         for name, change in again.items():
             frames: Sequence[Optional[Frame]] = list(lines.lines.get(name, ())) or [None]
-            self.findings.add(*(changed_at(change, frame) for frame in frames))
+            self.collector.add(*(findings.changed_at(change, frame) for frame in frames))
         for name in drawn:
             frames = list(lines.lines[name]) or [None]
-            self.findings.add(*(drawn_at(name, frame) for frame in frames))
+            self.collector.add(*(findings.drawn_at(name, frame) for frame in frames))
 
 
 def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List[CaptureError]:
@@ -238,9 +223,9 @@ def _is_about_gradients(error: BaseException) -> bool:
     )
 
 
-def _unrecordable(error: BaseException, text: str, cure: str) -> Finding:
+def _unrecordable(error: BaseException, text: str, cure: str) -> findings.Finding:
     file, line, function = frame_of(error) or (None, None, None)
-    return Finding("capture", "error", file, line, function, text, cure)
+    return findings.Finding("capture", "error", file, line, function, text, cure)
 
 
 def _run_check(
@@ -248,7 +233,7 @@ def _run_check(
     sample: MicroBatch,
     session: Optional[Session],
     caller: Optional[Frame],
-) -> CheckReport:
+) -> findings.CheckReport:
     """Run the module a few times, and report what a recorded program would not repeat.
 
     Afterwards weights, buffers, optimizer, generators, attributes and modes are what they were.
@@ -271,26 +256,26 @@ def _run_check(
         owned = [p for group in optimizer.param_groups for p in group["params"]]
     partitions = NOT_DIVIDED if session is None else session.divided.partitions
     tested = ModuleUnderTest(explainer, sample, owned, partitions)
-    findings = Findings(caller)
+    collector = findings.Findings(caller)
     events = OutputEvents()
     with isolated(tested.device), _put_back(tested) as pristine:
         with quiet(events):
-            findings.add(*mode_findings(tested.step))
+            collector.add(*findings.mode_findings(tested.step))
             loss_module = loss.module if loss is not None else None
             with train_mode(module, loss_module):
-                with_gradient = _CheckSuite(tested, pristine, findings, True).run()
-            notes = replaced((findings, "note", " in eval mode"))
+                with_gradient = _CheckSuite(tested, pristine, collector, True).run()
+            notes = replaced((collector, "note", " in eval mode"))
             with eval_mode(module, loss_module), notes:
-                _CheckSuite(tested, pristine, findings, False).run()
-        findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
+                _CheckSuite(tested, pristine, collector, False).run()
+        collector.add(*findings.untrained_findings(tested.step, tested.trained, with_gradient))
         facts = tested.facts or LossFacts()
-        doubts = facts.doubts if loss is not None else ()
-        findings.add(*(Finding("loss", "warning", None, None, None, *each) for each in doubts))
+        for doubt in facts.doubts if loss is not None else ():
+            collector.add(findings.Finding("loss", "warning", None, None, None, *doubt))
     explainer.labels = facts.labels
     explainer.check_labels([sample], None)
-    findings.add(*(output_at(frame, how) for frame, how in events.outputs.items()))
-    findings.add(*(seeded_at(frame) for frame in events.seeds))
-    return CheckReport(type(module).__name__, findings.sorted(), loss is not None)
+    collector.add(*(findings.output_at(frame, how) for frame, how in events.outputs.items()))
+    collector.add(*(findings.seeded_at(frame) for frame in events.seeds))
+    return findings.CheckReport(type(module).__name__, collector.sorted(), loss is not None)
 
 
 @contextlib.contextmanager
@@ -314,7 +299,7 @@ def _put_back(tested: ModuleUnderTest) -> Iterator[Dict[str, Tensor]]:
 
 def checked(
     module: nn.Module, session: Optional[Session], x: object, frame: Optional[types.FrameType]
-) -> CheckReport:
+) -> findings.CheckReport:
     """Check a module on a batch.
 
     Args:
@@ -344,7 +329,7 @@ def checked_sample(
     session: Optional[Session],
     sample: MicroBatch,
     frame: Optional[types.FrameType],
-) -> CheckReport:
+) -> findings.CheckReport:
     """Check a module on a micro-batch that has been read already.
 
     Raises:
