@@ -427,7 +427,8 @@ class MicroBatchStep(abc.ABC):
             if self._trains and term is not None:
                 gradients = self._gradients(term, state, scale)
         if self.want_outputs:
-            result += self._detached_outputs(outputs, tensors)
+            # Parameters of the module itself may lie in storages of their own.
+            result += self._detached_outputs(outputs, [*tensors, *state.values()])
         return result + gradients
 
     def _gradients(

@@ -857,7 +857,7 @@ def test_check_names_a_label_that_is_no_class(name):
     """It runs on values where fit does, and fit would refuse them."""
     loss, net = LOSSES[name]
     text = f"check: loss {name!r} {NEEDS} 7 in sample 5. Let the module return 8 classes, or "
-    with refused(compiled(net, loss), DataError, text + "number them from 0.") as caught:
+    with refused(compiled(net, loss), DataError, text + "number labels from 0.") as caught:
         compiled(net, loss).check((X, outside(7)))
     assert caught.value.__cause__ is None
     assert str(compiled(net, loss).check((X, LABELS)))

@@ -621,7 +621,6 @@ def test_predictions_do_not_share_memory_with_weights_or_data():
     assert not weight.requires_grad
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 def test_an_output_that_is_a_weight_is_that_of_its_own_update(eager):
     """Metrics are worked out after an execution, when the weight has moved on."""
@@ -820,7 +819,7 @@ def test_a_last_batch_that_the_module_cannot_take_is_found_before_training():
         model.fit(loader(9), verbose=0)
     assert str(caught.value) == (
         "the module must take every micro-batch of the training data, but fails with the last one "
-        f"of an epoch, which is smaller, 1 sample instead of 4: layer '2', {shown}, needs more "
+        f"of an epoch, which is smaller (1 sample instead of 4): layer '2', {shown}, needs more "
         "than one value per feature while it trains, got shape (1, 5), dtype float64. Choose "
         "another batch_size, or drop_last=True in the loader."
     )
