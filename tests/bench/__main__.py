@@ -21,7 +21,7 @@ from tests.bench.costs import (
     start_cost,
 )
 from tests.bench.curves import CURVES, Rounds, medians
-from tests.bench.first_update import first_update_costs
+from tests.bench.first_update import FirstUpdates, first_updates, parts_table
 from tests.bench.limits import Limit, best_rate, limit_table, operations
 from tests.bench.peers import COMPILED, OWN, PEERS
 from tests.bench.real import REAL
@@ -135,7 +135,7 @@ def costs(extent: Extent, curves: Dict[str, Rounds]) -> List[Cost]:
         for _ in range(extent.times):
             for name, values in shares.items():
                 values.append(running.ask(share=name, updates=0)["value"])
-    found += [*share_costs(**shares), *first_update_costs(max(1, extent.times // 2))]
+    found += share_costs(**shares)
     if curves:
         own = {name: curves[name]["ipufit"] for name in ("device_iterations", "replicas")}
         found += curve_costs(own["device_iterations"], own["replicas"])
@@ -161,6 +161,7 @@ def tables(
     curves: Dict[str, Rounds],
     found: Sequence[Cost],
     bounds: Sequence[Limit] = (),
+    updates: Sequence[FirstUpdates] = (),
 ) -> List[str]:
     """What was measured, as parts of a page."""
     parts = []
@@ -179,6 +180,8 @@ def tables(
         parts.append(points_table(curve.title, curve.unit, curve.points, columns))
     if found:
         parts.append(f"## Costs\n\n{cost_table(found)}")
+    if updates:
+        parts.append(f"Seconds of the processor before a first update:\n\n{parts_table(updates)}")
     return parts
 
 
@@ -189,7 +192,7 @@ def first(results: Sequence[Result]) -> List[str]:
     if small:
         parts += [f"![Time of an update, as bars]({TIMES_PLOT})", summary(times(small))]
     if real:
-        parts.append(f"Of {', '.join(times(real))}: {summary(times(real))}")
+        parts.append(summary(times(real)))
     return parts
 
 
@@ -230,12 +233,14 @@ def main() -> None:
         results += measured(group, own, extent)
     curves = scaled(extent) if "curves" in parts else {}
     found = costs(extent, curves) if "costs" in parts else []
+    updates = first_updates(max(1, extent.times // 2)) if "costs" in parts else []
+    found += [cost for each in updates for cost in each.costs()]
     minutes = (time.perf_counter() - start) / 60
     note = (
         f"Measured on {machine()}; {extent.rounds} rounds of the peers and "
         f"{extent.curve_rounds} of the curves, in {minutes:.1f} minutes."
     )
-    page = [*first(results), note, *tables(results, curves, found, limits(results))]
+    page = [*first(results), note, *tables(results, curves, found, limits(results), updates)]
     print("\n\n".join(page))
     if not (asked.quick or asked.workload or asked.peer or asked.part):
         from tests.bench.plots import plot_curves, plot_ratios, plot_times

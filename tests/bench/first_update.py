@@ -1,19 +1,22 @@
 """``python -m tests.bench.first_update MODEL``: processor time before the first update, as JSON.
 
 Large models, a few samples each, one thread: three updates of an eager loop, and then from the call
-of ``fit`` to the end of its first update, of another copy of the model.
+of ``fit`` to the end of its first update, of another copy of the model, in all and by part.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +24,18 @@ from torch import Tensor, nn
 from tests.bench.costs import Cost
 from tests.bench.real import Logits
 
-__all__ = ["MODELS", "first_update_costs"]
+__all__ = ["MODELS", "FirstUpdates", "first_updates", "parts_table"]
 
 # Beside three eager updates.
 _SECONDS = 2.0
+
+# Parts of the time, by what people call them, and the functions that they are spent in.
+_PARTS = {
+    "recording": ("ipufit.engines.embedded.context", "capture"),
+    "choosing kernels": ("ipufit.engines.embedded.context", "lower"),
+    "weights and state": ("ipufit.engines.embedded.training_state", "TrainingState.bind"),
+    "the update": ("ipufit.engines.embedded.update_runner", "UpdateRunner.make"),
+}
 
 # Model, inputs and classes.
 Made = Tuple[nn.Module, Tensor, Tensor]
@@ -78,6 +89,25 @@ MODELS: Dict[str, Callable[[], Made]] = {
 }
 
 
+def _timed(module: str, path: str) -> List[float]:
+    """Let a function tell the processor time of each call."""
+    owner: object = importlib.import_module(module)
+    *owners, name = path.split(".")
+    for each in owners:
+        owner = getattr(owner, each)
+    function, seconds = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> object:
+        start = time.process_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds.append(time.process_time() - start)
+
+    setattr(owner, name, call)
+    return seconds
+
+
 def main(name: str) -> None:
     """Measure, and print the seconds."""
     import ipufit
@@ -101,9 +131,11 @@ def main(name: str) -> None:
     end = ipufit.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ends.append(time.process_time())
     )
+    parts = {part: _timed(*where) for part, where in _PARTS.items()}
     start = time.process_time()
     model.fit(x, y, batch_size=len(x), verbose=0, callbacks=[end])
-    print(json.dumps({"eager": 3 * min(eager), "first": ends[0] - start}))
+    seconds = {"eager": 3 * min(eager), "first": ends[0] - start}
+    print(json.dumps({**seconds, **{part: sum(each) for part, each in parts.items()}}))
 
 
 def _measured(name: str, cache: str) -> Dict[str, float]:
@@ -122,24 +154,57 @@ def _measured(name: str, cache: str) -> Dict[str, float]:
     return seconds
 
 
-def first_update_costs(count: int) -> List[Cost]:
+@dataclasses.dataclass(frozen=True)
+class FirstUpdates:
+    """Seconds before the first updates of a model.
+
+    Attributes:
+        model: its name.
+        first: of processes that find nothing measured, in all and by part.
+        later: of processes after these.
+    """
+
+    model: str
+    first: Sequence[Mapping[str, float]]
+    later: Sequence[Mapping[str, float]]
+
+    def costs(self) -> List[Cost]:
+        """What both are to be at most."""
+        eager = min(each["eager"] for each in (*self.first, *self.later))
+        title = f"processor time from the call of `fit` to the first update of {self.model}"
+        bound, where = _SECONDS + eager, "in a later process"
+        return [
+            Cost(title, [each["first"] for each in self.first], " s", bound),
+            Cost(f"{title}, {where}", [each["first"] for each in self.later], " s", bound / 2),
+        ]
+
+
+def first_updates(count: int) -> List[FirstUpdates]:
     """Of each model, in a process that finds nothing measured, and in one after it."""
-    costs = []
+    found = []
     for name in MODELS:
-        bounds: List[float] = []
-        firsts: List[float] = []
-        laters: List[float] = []
+        pairs: List[List[Dict[str, float]]] = []
         for _ in range(count):
             with tempfile.TemporaryDirectory() as cache:
-                first, later = (_measured(name, cache) for _ in range(2))
-            bounds.append(_SECONDS + min(first["eager"], later["eager"]))
-            firsts.append(first["first"])
-            laters.append(later["first"])
-        title = f"processor time from the call of `fit` to the first update of {name}"
-        bound = min(bounds)
-        costs.append(Cost(title, firsts, " s", bound))
-        costs.append(Cost(f"{title}, in a later process", laters, " s", bound / 2))
-    return costs
+                pairs.append([_measured(name, cache) for _ in range(2)])
+        first, later = zip(*pairs)
+        found.append(FirstUpdates(name, first, later))
+    return found
+
+
+def parts_table(measured: Sequence[FirstUpdates]) -> str:
+    """The seconds of each part, one line for a model in a process, and what is left."""
+    lines = [
+        f"| model | {' | '.join(_PARTS)} | all else | in all |",
+        f"| --- |{' ---: |' * (len(_PARTS) + 2)}",
+    ]
+    for each in measured:
+        for title, runs in (("", each.first), (", in a later process", each.later)):
+            parts = [statistics.median(run[part] for run in runs) for part in _PARTS]
+            whole = statistics.median(run["first"] for run in runs)
+            numbers = " | ".join(f"{n:.2f}" for n in (*parts, whole - sum(parts), whole))
+            lines.append(f"| {each.model}{title} | {numbers} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

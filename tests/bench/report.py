@@ -74,8 +74,11 @@ def summary(of: Mapping[str, Mapping[str, float]]) -> str:
         name: [peers[name] for peers in of.values() if name in peers]
         for name in _BEST_KNOWN.values()
     }
-    told = [f"{name} {min(own):.1f} to {max(own):.1f}" for name, own in spans.items() if own]
-    return f"The time of an update, ipufit's being 1: {', '.join(told)}."
+    told = []
+    for name, own in spans.items():
+        ends = dict.fromkeys(f"{end:.1f}" for end in (min(own), max(own))) if own else ()
+        told += [f"{name} {' to '.join(ends)}"] if own else []
+    return f"Time of an update on {', '.join(of)}, ipufit's being 1: {', '.join(told)}."
 
 
 def table(results: List[Result]) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.bench import costs as bench_costs
-from tests.bench import curves, limits, shares
+from tests.bench import curves, first_update, limits, shares
 from tests.bench.__main__ import ALL, Extent, check, first, measured, tables
 from tests.bench.costs import (
     Cost,
@@ -290,6 +290,21 @@ def test_the_curves_answer_as_a_process():
     assert len(values) == 4
 
 
+@pytest.mark.long
+def test_what_comes_before_a_first_update_is_told_by_part(monkeypatch):
+    monkeypatch.setattr(first_update, "MODELS", {"an LSTM over 1,000 time steps": None})
+    measured = first_update.first_updates(1)
+    (first, *_), (later, *_) = measured[0].first, measured[0].later
+    assert all(seconds >= 0 for each in (first, later) for seconds in each.values())
+    lines = first_update.parts_table(measured).splitlines()
+    assert [line.count("|") for line in lines] == [8] * 4
+    assert lines[3].endswith(f"| {later['first']:.2f} |")
+    whole, half = measured[0].costs()
+    assert whole.values == [first["first"]]
+    assert half.values == [later["first"]]
+    assert half.bound == whole.bound / 2 > 1
+
+
 def test_what_was_measured_takes_the_place_of_what_was(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
@@ -321,8 +336,9 @@ def test_the_page_begins_with_what_came_out():
     assert times(results) == {"mlp": {name: 3.0}, "cnn": {name: 1.5}}
     assert first(results) == [
         "![Time of an update, as bars](benchmarks-times.svg)",
-        f"The time of an update, ipufit's being 1: {name} 1.5 to 3.0.",
+        f"Time of an update on mlp, cnn, ipufit's being 1: {name} 1.5 to 3.0.",
     ]
+    assert first(results[:2])[1] == f"Time of an update on mlp, ipufit's being 1: {name} 3.0."
     assert first([]) == []
 
 
