@@ -13,16 +13,7 @@ import urllib.parse
 import urllib.request
 from typing import IO, Any, Callable, Dict, List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
-from ipufit.callbacks.callback import (
-    Callback,
-    Logs,
-    UpdateCount,
-    finite,
-    means,
-    one_of,
-    stored,
-    whole,
-)
+from ipufit.callbacks import callback
 from ipufit.callbacks.learning_rate import log_rates
 from ipufit.errors import ConfigurationError
 from ipufit.optim.several import name_of_optimizer
@@ -50,7 +41,7 @@ def _plain(value: Union[str, float, None]) -> Union[str, float, None]:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def _check_file(owner: Callback, path: str) -> None:
+def _check_file(owner: callback.Callback, path: str) -> None:
     """Make the folder of a file that a logger writes to; nothing is written yet.
 
     Raises:
@@ -67,7 +58,7 @@ def _check_file(owner: Callback, path: str) -> None:
         ) from error
 
 
-def _check_length(owner: Callback, path: str, unit: str, length: int, wanted: int) -> None:
+def _check_length(owner: callback.Callback, path: str, unit: str, length: int, wanted: int) -> None:
     """Make sure that a file still has all that was in it when a checkpoint was written.
 
     Raises:
@@ -84,7 +75,7 @@ def _check_length(owner: Callback, path: str, unit: str, length: int, wanted: in
 _ABSENT = "NA"
 
 
-class UpdateLogger(Callback):
+class UpdateLogger(callback.Callback):
     """The base of loggers that write values of updates too: it counts them from the start of fit.
 
     Args:
@@ -98,8 +89,8 @@ class UpdateLogger(Callback):
     def __init__(self, every_updates: object, argument: str = "every_updates") -> None:
         super().__init__()
         if every_updates is not None:
-            self.every_updates: Optional[int] = whole(self, argument, every_updates, 1)
-        self._count = UpdateCount()
+            self.every_updates: Optional[int] = callback.whole(self, argument, every_updates, 1)
+        self._count = callback.UpdateCount()
         self._earlier = 0
 
     @property
@@ -107,12 +98,12 @@ class UpdateLogger(Callback):
         """Updates of all fits that this object has seen."""
         return self._earlier + self._count.done
 
-    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+    def on_train_begin(self, logs: Optional[callback.Logs] = None) -> None:
         """Count the updates of a new fit from zero."""
         self._earlier += self._count.done
-        self._count = UpdateCount()
+        self._count = callback.UpdateCount()
 
-    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Optional[callback.Logs] = None) -> None:
         """Count the updates of finished epochs."""
         self._count.begin_epoch(epoch)
 
@@ -122,10 +113,10 @@ class UpdateLogger(Callback):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._count.load_state_dict(stored(state, "count", dict))
+        self._count.load_state_dict(callback.stored(state, "count", dict))
 
 
-class CSVLogger(Callback):
+class CSVLogger(callback.Callback):
     """Writes one row for each epoch: its index, and its values in alphabetical order.
 
     The columns are those that are known before training; if a later epoch has a new value, the file
@@ -158,11 +149,11 @@ class CSVLogger(Callback):
                 f"got {separator!r}. Use ',' or ';' or '\\t'."
             )
         self.separator = separator
-        self.append: bool = one_of(self, "append", append, (True, False))
+        self.append: bool = callback.one_of(self, "append", append, (True, False))
         self._columns: List[str] = []
         self._rows = 0
 
-    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+    def on_train_begin(self, logs: Optional[callback.Logs] = None) -> None:
         """Open the table, or create it."""
         _check_file(self, self.filename)
         self._columns = ["epoch"]
@@ -181,7 +172,7 @@ class CSVLogger(Callback):
             ConfigurationError: the table has fewer rows.
         """
         rows = self._read()
-        kept = stored(state, "rows", int)
+        kept = callback.stored(state, "rows", int)
         _check_length(self, self.filename, "rows", len(rows), kept)
         self._rewrite(self._columns, rows[:kept])
 
@@ -215,7 +206,7 @@ class CSVLogger(Callback):
     def _writer(self, file: IO[str]) -> csv.DictWriter[str]:
         return csv.DictWriter(file, self._columns, restval=_ABSENT, delimiter=self.separator)
 
-    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Optional[callback.Logs] = None) -> None:
         """Write the row of the epoch, with new columns for new names."""
         row = {"epoch": epoch, **(logs or {})}
         new = sorted(name for name in row if name not in self._columns)
@@ -252,7 +243,7 @@ class JSONLinesLogger(UpdateLogger):
     ) -> None:
         super().__init__(every_updates)
         self.filename: str = os.fspath(filename)
-        self.append: bool = one_of(self, "append", append, (True, False))
+        self.append: bool = callback.one_of(self, "append", append, (True, False))
         self._file: Optional[IO[str]] = None
 
     @property
@@ -263,7 +254,7 @@ class JSONLinesLogger(UpdateLogger):
     def _size(self) -> int:
         return os.fstat(self._opened.fileno()).st_size
 
-    def _write(self, event: str, values: Logs) -> None:
+    def _write(self, event: str, values: callback.Logs) -> None:
         record: Dict[str, Union[str, float]] = {
             "event": event,
             "epoch": self._count.epoch,
@@ -274,7 +265,7 @@ class JSONLinesLogger(UpdateLogger):
         # Whoever reads along, or finds the file after a crash, has every line.
         self._opened.flush()
 
-    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+    def on_train_begin(self, logs: Optional[callback.Logs] = None) -> None:
         """Open the file, and keep its lines if they should stay."""
         super().on_train_begin(logs)
         _check_file(self, self.filename)
@@ -291,17 +282,17 @@ class JSONLinesLogger(UpdateLogger):
         Raises:
             ConfigurationError: the file is shorter.
         """
-        size = stored(state, "size", int)
+        size = callback.stored(state, "size", int)
         _check_length(self, self.filename, "bytes", self._size(), size)
         self._opened.truncate(size)
         super().load_state_dict(state)
 
-    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Optional[callback.Logs] = None) -> None:
         """Write the line of an update, if it is time."""
         if self._count.end_execution(batch, self.every_updates):
             self._write("update", {} if logs is None else logs)
 
-    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Optional[callback.Logs] = None) -> None:
         """Write the line of the epoch."""
         self._write("epoch", {} if logs is None else logs)
 
@@ -312,7 +303,7 @@ class JSONLinesLogger(UpdateLogger):
             self._file = None
 
 
-class RemoteMonitor(Callback):
+class RemoteMonitor(callback.Callback):
     """Sends a POST request with the index and the values of every epoch, as JSON.
 
     If the server does not answer, or refuses, there is a warning, and training continues.
@@ -350,15 +341,15 @@ class RemoteMonitor(Callback):
         self.path = path
         self.field = field
         self.headers: Dict[str, str] = dict(headers or {})
-        self.send_as_json: bool = one_of(self, "send_as_json", send_as_json, (True, False))
-        self.timeout: float = finite(self, "timeout", timeout, 0.0)
+        self.send_as_json: bool = callback.one_of(self, "send_as_json", send_as_json, (True, False))
+        self.timeout: float = callback.finite(self, "timeout", timeout, 0.0)
 
     @property
     def only_reports(self) -> bool:
         """True, so that only the first of several processes sends."""
         return True
 
-    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Optional[callback.Logs] = None) -> None:
         """Send the epoch's values, and warn if that fails."""
         text = _to_json_line({"epoch": epoch, **(logs or {})})
         headers: Dict[str, str] = {}
@@ -415,11 +406,11 @@ class TensorBoard(UpdateLogger):
             ) from error
         self._make: Callable[[str], Any] = SummaryWriter
         self.log_dir: str = os.fspath(log_dir)
-        self.histogram_freq: int = whole(self, "histogram_freq", histogram_freq)
+        self.histogram_freq: int = callback.whole(self, "histogram_freq", histogram_freq)
         self.update_freq = update_freq
         self._writers: Dict[str, Any] = {}
 
-    def _write(self, part: str, pattern: str, values: Logs, step: int) -> None:
+    def _write(self, part: str, pattern: str, values: callback.Logs, step: int) -> None:
         if part not in self._writers:
             self._writers[part] = self._make(os.path.join(self.log_dir, part))
         for name, value in values.items():
@@ -433,15 +424,15 @@ class TensorBoard(UpdateLogger):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self._earlier = stored(state, "seen", int) - self._count.done
+        self._earlier = callback.stored(state, "seen", int) - self._count.done
 
-    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Optional[callback.Logs] = None) -> None:
         """Write the means so far, if it is time."""
         due = self._count.end_execution(batch, self.every_updates)
         if due or self.update_freq == "batch":
-            self._write("train", "batch_{}", means(logs), self._count.done)
+            self._write("train", "batch_{}", callback.means(logs), self._count.done)
 
-    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Optional[callback.Logs] = None) -> None:
         """Write the epoch's values, and histograms of the weights if it is time."""
         train: Dict[str, float] = {}
         held_out: Dict[str, float] = {}
@@ -457,7 +448,7 @@ class TensorBoard(UpdateLogger):
                 values = parameter.detach().float().cpu()
                 self._writers["train"].add_histogram(f"{name}/histogram", values, epoch)
 
-    def on_test_end(self, logs: Optional[Logs] = None) -> None:
+    def on_test_end(self, logs: Optional[callback.Logs] = None) -> None:
         """Write the values of an evaluation at the number of updates made so far."""
         pattern = "evaluation_{}_vs_iterations"
         self._write("validation", pattern, logs or {}, self._updates_seen)
@@ -530,13 +521,13 @@ class ExperimentLogger(UpdateLogger):
         super().__init__(every_updates)
         self.logger = logger
         self._tracker = _tracker(logger)
-        self.log_params: Optional[bool] = one_of(
+        self.log_params: Optional[bool] = callback.one_of(
             self, "log_params", log_params, (None, True, False)
         )
         self._told = self._fits = False
         self._handled: Optional[BaseException] = None
 
-    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+    def on_train_begin(self, logs: Optional[callback.Logs] = None) -> None:
         """Log the settings of the run."""
         super().on_train_begin(logs)
         wanted = not self.params.get("resumes") if self.log_params is None else self.log_params
@@ -559,29 +550,29 @@ class ExperimentLogger(UpdateLogger):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self._earlier = stored(state, "earlier", int)
+        self._earlier = callback.stored(state, "earlier", int)
 
-    def _log(self, pattern: str, values: Logs, **others: float) -> None:
+    def _log(self, pattern: str, values: callback.Logs, **others: float) -> None:
         named = {pattern.format(name): float(value) for name, value in values.items()}
         self._tracker.log({**named, **others}, self._updates_seen)
 
-    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Optional[callback.Logs] = None) -> None:
         """Log the means so far, if it is time."""
         if self._count.end_execution(batch, self.every_updates):
-            self._log("batch_{}", means(logs), epoch=self._count.epoch)
+            self._log("batch_{}", callback.means(logs), epoch=self._count.epoch)
 
-    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Optional[callback.Logs] = None) -> None:
         """Log the epoch's values and learning rates."""
         values = dict(logs or {})
         log_rates(self.model.optimizer, values)
         self._log("{}", values, epoch=epoch)
 
-    def on_test_end(self, logs: Optional[Logs] = None) -> None:
+    def on_test_end(self, logs: Optional[callback.Logs] = None) -> None:
         """Log an evaluation, unless it is a validation of ``fit``."""
         if not self._fits:
             self._log("evaluation_{}", logs or {})
 
-    def on_train_end(self, logs: Optional[Logs] = None) -> None:
+    def on_train_end(self, logs: Optional[callback.Logs] = None) -> None:
         """Report to the tracker whether training succeeded or failed."""
         self._fits = False
         handled, self._handled = self._handled, None

@@ -19,16 +19,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import CheckpointError
-from ipufit.utils import files
-from ipufit.utils.codec import (
-    MAX_DEPTH,
-    UnfitError,
-    advice_of,
-    apart,
-    reason_of,
-    shown,
-    why_not_stored,
-)
+from ipufit.utils import codec, files
 from ipufit.utils.fault_injection import check_disk
 from ipufit.utils.state import as_pairs
 
@@ -37,7 +28,7 @@ T = TypeVar("T")
 Document = Dict[str, Any]
 
 # A level of an encoded value takes up to three: {"$dict": [[key, value]]}.
-_LEVELS = 3 * MAX_DEPTH + 50
+_LEVELS = 3 * codec.MAX_DEPTH + 50
 _LENGTH = 30  # of a number: a float has up to 24; more digits take quadratic time to read
 _TOKENS = re.compile(rb'\\.|["\[\]{}]', re.DOTALL)
 
@@ -51,12 +42,12 @@ def _dump(document: object, most: int) -> bytes:
     try:
         data = json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnfitError(f"it is not JSON: {reason_of(error)}") from error
+        raise codec.UnfitError(f"it is not JSON: {codec.reason_of(error)}") from error
     if len(data) > most:
-        raise UnfitError(f"it has {len(data)} bytes, more than {most}")
+        raise codec.UnfitError(f"it has {len(data)} bytes, more than {most}")
     # json writes a tuple as a list, and a key 1 as "1".
     if _parse(data) != document:
-        raise UnfitError("it is not plain JSON: reading it back gives something else")
+        raise codec.UnfitError("it is not plain JSON: reading it back gives something else")
     return data
 
 
@@ -77,7 +68,7 @@ def _parse(data: bytes) -> object:
             parse_int=_short,
         )
     except ValueError as error:
-        raise UnfitError(f"it is not JSON: {reason_of(error)}") from error
+        raise codec.UnfitError(f"it is not JSON: {codec.reason_of(error)}") from error
 
 
 def _check_depth(data: bytes) -> None:
@@ -90,7 +81,7 @@ def _check_depth(data: bytes) -> None:
         elif not in_text and token in b"[{":
             depth += 1
             if depth > _LEVELS:
-                raise UnfitError(f"it is nested deeper than {_LEVELS} levels")
+                raise codec.UnfitError(f"it is nested deeper than {_LEVELS} levels")
         elif not in_text and token in b"]}":
             depth -= 1
 
@@ -99,7 +90,7 @@ def _unique(pairs: List[Tuple[str, T]]) -> Dict[str, T]:
     members: Dict[str, T] = {}
     for name, value in pairs:
         if name in members:
-            raise ValueError(f"the key {shown(name)} appears twice")
+            raise ValueError(f"the key {codec.shown(name)} appears twice")
         members[name] = value
     return members
 
@@ -111,7 +102,7 @@ def _no_constant(text: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(_bounded(text))
     if not math.isfinite(value):
-        raise ValueError(f"the number {shown(text)} is too large")
+        raise ValueError(f"the number {codec.shown(text)} is too large")
     return value
 
 
@@ -121,7 +112,7 @@ def _short(text: str) -> int:
 
 def _bounded(text: str) -> str:
     if len(text) > _LENGTH:
-        raise ValueError(f"the number {shown(text)} has more than {_LENGTH} characters")
+        raise ValueError(f"the number {codec.shown(text)} has more than {_LENGTH} characters")
     return text
 
 
@@ -153,7 +144,7 @@ def _write_manifest(entries: Mapping[str, _ManifestEntry]) -> bytes:
     """Return the text of a manifest with the size and digest of each file."""
     files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
     if len(files) > _MOST_FILES:
-        raise UnfitError(
+        raise codec.UnfitError(
             f"it has {len(files)} files, more than {_MOST_FILES}", "Make fewer groups of tensors."
         )
     return _dump({"format": _FORMAT, "version": list(VERSION), "files": files}, _MOST_BYTES)
@@ -167,13 +158,13 @@ def _read_manifest(data: bytes) -> Dict[str, _ManifestEntry]:
     """
     content = _parse(data)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise UnfitError("it is not the manifest of a checkpoint")
+        raise codec.UnfitError("it is not the manifest of a checkpoint")
     _check_version(content.get("version"))
     files = content.get("files")
     if set(content) != {"format", "version", "files"} or not isinstance(files, dict):
-        raise UnfitError("its parts are not format, version and files")
+        raise codec.UnfitError("its parts are not format, version and files")
     if _STATE not in files or len(files) > _MOST_FILES:
-        raise UnfitError(
+        raise codec.UnfitError(
             f"it lists {len(files)} files, but must list {_STATE} and at most {_MOST_FILES}"
         )
     return {_check_name(name): _entry(name, parts) for name, parts in files.items()}
@@ -182,10 +173,10 @@ def _read_manifest(data: bytes) -> Dict[str, _ManifestEntry]:
 def _check_version(version: object) -> None:
     is_pair = isinstance(version, list) and [type(part) for part in version] == [int, int]
     if not isinstance(version, list) or not is_pair or version[0] < VERSION[0] or version[1] < 0:
-        raise UnfitError("its version does not exist")
+        raise codec.UnfitError("its version does not exist")
     if tuple(version) > VERSION:
         came, supported = (".".join(map(str, pair)) for pair in (version, VERSION))
-        raise UnfitError(
+        raise codec.UnfitError(
             f"it was written by a newer ipufit, in version {came} of the format; this ipufit "
             f"reads versions up to {supported}",
             "Update ipufit, or read a checkpoint that this version wrote.",
@@ -195,7 +186,9 @@ def _check_version(version: object) -> None:
 def _check_name(name: str) -> str:
     is_group = name.endswith(_SUFFIX) and _GROUP.fullmatch(name[: -len(_SUFFIX)])
     if name != _STATE and not is_group:
-        raise UnfitError(f"it lists the file {shown(name)}, which can't belong to a checkpoint")
+        raise codec.UnfitError(
+            f"it lists the file {codec.shown(name)}, which can't belong to a checkpoint"
+        )
     return name
 
 
@@ -205,7 +198,7 @@ def _entry(name: str, parts: object) -> _ManifestEntry:
         is_hash = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
         if type(size) is int and size >= 0 and is_hash:
             return _ManifestEntry(size, sha256)
-    raise UnfitError(f"it does not give a size and a hash for {shown(name)}")
+    raise codec.UnfitError(f"it does not give a size and a hash for {codec.shown(name)}")
 
 
 _CHUNK = 1 << 20
@@ -245,12 +238,12 @@ class Files:
                 f"{name}{_PAIRS}" if tensor.is_complex() else name: as_pairs(tensor)
                 for name, tensor in tensors.items()
             }
-            files.write_tensors(path, apart(pairs), {"format": "pt"})
+            files.write_tensors(path, codec.apart(pairs), {"format": "pt"})
         except safetensors.SafetensorError as error:
-            raise UnfitError(f"safetensors says {reason_of(error)}") from error
+            raise codec.UnfitError(f"safetensors says {codec.reason_of(error)}") from error
         except (KeyError, ValueError) as error:
             dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-            raise UnfitError(
+            raise codec.UnfitError(
                 f"the installed safetensors can't store all of these: {dtypes}",
                 "Convert tensors to another dtype.",
             ) from error
@@ -277,7 +270,7 @@ class Files:
     def check_folder(self, path: str) -> None:
         """Raise UnfitError if this is no folder, but a link to one for example."""
         if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise UnfitError("the checkpoint is not a folder, or is a link to one")
+            raise codec.UnfitError("the checkpoint is not a folder, or is a link to one")
 
     def size_of(self, path: str) -> int:
         """Return the size of a regular file in bytes."""
@@ -288,7 +281,7 @@ class Files:
         with _opened(path) as file:
             data = file.read(most + 1)
         if len(data) > most:
-            raise UnfitError(f"it has more than {most} bytes")
+            raise codec.UnfitError(f"it has more than {most} bytes")
         return data
 
     def sha256_of(self, path: str, size: int) -> str:
@@ -298,7 +291,7 @@ class Files:
             while left:
                 chunk = file.read(min(left, _CHUNK))
                 if not chunk:
-                    raise UnfitError("it shrank while it was read")
+                    raise codec.UnfitError("it shrank while it was read")
                 digest.update(chunk)
                 left -= len(chunk)
         return digest.hexdigest()
@@ -316,7 +309,7 @@ class Files:
             }
         except Exception as error:
             # Whatever a stranger's file makes safetensors and torch say.
-            raise UnfitError(f"safetensors says {reason_of(error)}") from error
+            raise codec.UnfitError(f"safetensors says {codec.reason_of(error)}") from error
 
 
 def _opened(path: str) -> IO[bytes]:
@@ -332,7 +325,7 @@ def _opened(path: str) -> IO[bytes]:
 
 def _size(status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
-        raise UnfitError("it is not a regular file; it may be a link")
+        raise codec.UnfitError("it is not a regular file; it may be a link")
     return status.st_size
 
 
@@ -371,8 +364,8 @@ def write_contents(
         _check_tensors(group, members)
     try:
         data = _dump(document, _MOST_STATE_BYTES)
-    except UnfitError as error:
-        raise UnfitError(
+    except codec.UnfitError as error:
+        raise codec.UnfitError(
             f"its document is refused: {error.reason}", "Make it with ipufit.checkpoint.encode."
         ) from error
     disk.write(os.path.join(path, _STATE), data)
@@ -388,15 +381,15 @@ def write_contents(
 
 def _check_tensors(group: str, members: Mapping[str, Tensor]) -> None:
     if not _GROUP.fullmatch(group):
-        raise UnfitError(
-            f"a group of its tensors is called {shown(group)}",
+        raise codec.UnfitError(
+            f"a group of its tensors is called {codec.shown(group)}",
             "Name groups with letters, digits, '_', '.' and '-'.",
         )
     for name, tensor in members.items():
-        fault = why_not_stored(tensor)
+        fault = codec.why_not_stored(tensor)
         if fault is not None:
-            raise UnfitError(
-                f"{shown(name)} of {group!r} is {fault}",
+            raise codec.UnfitError(
+                f"{codec.shown(name)} of {group!r} is {fault}",
                 "Convert it to a dense tensor with values.",
             )
 
@@ -415,10 +408,10 @@ def read_contents(disk: Files, path: str) -> Contents:
         with _named(path, name):
             size = disk.size_of(os.path.join(path, name))
             if size != entry.size:
-                raise UnfitError(f"it has {size} bytes, but {MANIFEST} says {entry.size}")
+                raise codec.UnfitError(f"it has {size} bytes, but {MANIFEST} says {entry.size}")
     with _named(path, _STATE):
         if entries[_STATE].size > _MOST_STATE_BYTES:
-            raise UnfitError(f"it has more than {_MOST_STATE_BYTES} bytes")
+            raise codec.UnfitError(f"it has more than {_MOST_STATE_BYTES} bytes")
         data = disk.read_bytes(os.path.join(path, _STATE), entries[_STATE].size)
         _check_hash(hashlib.sha256(data).hexdigest(), entries[_STATE])
     groups = [name for name in entries if name != _STATE]
@@ -429,7 +422,7 @@ def read_contents(disk: Files, path: str) -> Contents:
     with _named(path, _STATE):
         document = _parse(data)
         if not isinstance(document, dict):
-            raise UnfitError("it is not a JSON object")
+            raise codec.UnfitError("it is not a JSON object")
     tensors = {}
     for name in groups:
         with _named(path, name):
@@ -442,12 +435,12 @@ def _named(path: str, name: str) -> Iterator[None]:
     """Name the file in errors that are raised inside."""
     try:
         yield
-    except (OSError, UnfitError) as error:
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else reason_of(error)
+    except (OSError, codec.UnfitError) as error:
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else codec.reason_of(error)
         usual = "Use another checkpoint, or restore this one from a copy."
         raise CheckpointError(
             f"{name!r} of the checkpoint {path!r} must be as ipufit wrote it, but {reason}. "
-            f"{advice_of(error) or usual}"
+            f"{codec.advice_of(error) or usual}"
         ) from error
 
 
@@ -456,9 +449,9 @@ def _check_listed(names: List[str], entries: Mapping[str, _ManifestEntry]) -> No
     for name in sorted(names):
         is_state = name.endswith((_SUFFIX, ".json")) and not name.startswith(".")
         if is_state and name != MANIFEST and name not in entries:
-            raise UnfitError(f"it does not list {shown(name)}, which is in the folder")
+            raise codec.UnfitError(f"it does not list {codec.shown(name)}, which is in the folder")
 
 
 def _check_hash(sha256: str, entry: _ManifestEntry) -> None:
     if sha256 != entry.sha256:
-        raise UnfitError(f"its content has changed since {MANIFEST} was written")
+        raise codec.UnfitError(f"its content has changed since {MANIFEST} was written")

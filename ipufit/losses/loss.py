@@ -20,26 +20,7 @@ from ipufit.core.objective_arguments import (
 )
 from ipufit.core.outputs import Key, pick
 from ipufit.errors import LossError
-from ipufit.losses.named import (
-    Named,
-    broadcast_doubts,
-    check_loss_value,
-    range_doubts,
-    refuse_broadcast,
-)
-from ipufit.losses.rules import (
-    Elements,
-    LabelRange,
-    LossFacts,
-    LossTerm,
-    TargetKind,
-    TorchRule,
-    constant,
-    hide_padding,
-    nothing_counts,
-    torch_rule,
-    unreduced,
-)
+from ipufit.losses import named, rules
 from ipufit.utils import tree
 
 # Fields of a batch that go into forward: one, by position; several, by name; or by parameter.
@@ -214,7 +195,7 @@ class Loss:
 
     def __call__(
         self, prediction: object, target: object, sample_weight: object = None
-    ) -> LossTerm:
+    ) -> rules.LossTerm:
         """Return the loss of one micro-batch.
 
         Args:
@@ -228,7 +209,7 @@ class Loss:
                 not one per sample, or the weights or the tokens can't be told apart.
         """
         call, target = self._accept(prediction, target)
-        if not isinstance(self.function, Named):
+        if not isinstance(self.function, named.Named):
             self._refuse_broadcast(prediction, target)
         weight = None if sample_weight is None else as_weights(sample_weight, LossError)
         if self.takes_weight:
@@ -250,9 +231,9 @@ class Loss:
         if prediction.shape != target.shape:
             rule = self.rule
             if rule is not None and rule.layout == "values":
-                refuse_broadcast(self.name, prediction, target)
+                named.refuse_broadcast(self.name, prediction, target)
 
-    def facts(self, prediction: object, target: object, value: Optional[Tensor]) -> LossFacts:
+    def facts(self, prediction: object, target: object, value: Optional[Tensor]) -> rules.LossFacts:
         """Say what a micro-batch shows of the loss; nothing where these are not one tensor each.
 
         Args:
@@ -261,33 +242,33 @@ class Loss:
             value: of the loss; None where nothing is learned, of which there are no doubts.
         """
         if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
-            return LossFacts()
+            return rules.LossFacts()
         rule = self.rule
-        labels: Tuple[LabelRange, ...] = ()
+        labels: Tuple[rules.LabelRange, ...] = ()
         is_index = not (target.is_floating_point() or target.is_complex())
         if rule is not None and rule.is_binary:
-            labels = (LabelRange(self.name, None, 2, None),)
+            labels = (rules.LabelRange(self.name, None, 2, None),)
         elif rule is not None and rule.layout == "classes" and is_index and prediction.dim():
             classes = prediction.shape[min(1, prediction.dim() - 1)]
-            labels = (LabelRange(self.name, None, classes, rule.ignore_index),)
+            labels = (rules.LabelRange(self.name, None, classes, rule.ignore_index),)
         if value is None:
-            return LossFacts(labels)
+            return rules.LossFacts(labels)
         if rule is None:
-            doubts = broadcast_doubts(self.description, prediction, target, value)
+            doubts = named.broadcast_doubts(self.description, prediction, target, value)
         else:
-            doubts = range_doubts(self.name, rule.kind, prediction)
-        return LossFacts(labels, tuple(doubts))
+            doubts = named.range_doubts(self.name, rule.kind, prediction)
+        return rules.LossFacts(labels, tuple(doubts))
 
     @property
     def _call(self) -> Optional[Callable[..., object]]:
         """The module or function that computes the loss, without the checks of a named one."""
         call = self.module if self.module is not None else self.function
-        return call.function if isinstance(call, Named) else call
+        return call.function if isinstance(call, named.Named) else call
 
     @property
-    def rule(self) -> Optional[TorchRule]:
+    def rule(self) -> Optional[rules.TorchRule]:
         """The rule of a loss of torch's; None of any other."""
-        return None if self._call is None else torch_rule(self._call)
+        return None if self._call is None else rules.torch_rule(self._call)
 
     def _accept(self, prediction: object, target: object) -> Tuple[Callable[..., object], object]:
         """Return what to call with these arguments, and the target in the shape that it takes.
@@ -299,11 +280,11 @@ class Loss:
         assert call is not None, "with loss=None the module computes the loss; use split"
         if rule is not None and isinstance(prediction, Tensor) and isinstance(target, Tensor):
             target = rule.fit_target(prediction, target)
-        if isinstance(self.function, Named):
+        if isinstance(self.function, named.Named):
             self.function.accept(prediction, target)
         return call, target
 
-    def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
+    def target_kinds(self, target: object) -> List[Optional[rules.TargetKind]]:
         """Return the kind of each target tensor's values; None where only the user's code knows."""
         rule = self.rule
         kind = None if rule is None else rule.target_kind
@@ -323,9 +304,9 @@ class Loss:
         prediction: object,
         target: object,
         weight: Optional[Tensor],
-    ) -> Optional[Elements]:
+    ) -> Optional[rules.Elements]:
         """The loss of each element, of one that can be asked for it without its reduction."""
-        rule = torch_rule(call)
+        rule = rules.torch_rule(call)
         if rule is not None:
             if isinstance(prediction, Tensor) and isinstance(target, Tensor):
                 return rule.elements(prediction, target, weight)
@@ -335,7 +316,7 @@ class Loss:
             return None
         if not isinstance(call, nn.Module):
             return None
-        values = self.order.call(functools.partial(unreduced, call), prediction, target)
+        values = self.order.call(functools.partial(rules.unreduced, call), prediction, target)
         elements = self._per_sample(values, target, prediction)
         if elements is None:
             raise LossError(
@@ -347,7 +328,7 @@ class Loss:
 
     def without_padding(
         self, prediction: object, target: object, sample_weight: object, valid: Tensor
-    ) -> Optional[LossTerm]:
+    ) -> Optional[rules.LossTerm]:
         """Compute the loss of a micro-batch of which only some samples count; the rest is padding.
 
         Args:
@@ -358,17 +339,17 @@ class Loss:
             The loss, zero where no sample counts; None of one that can't be told sample by sample.
         """
         weight = None if sample_weight is None else as_weights(sample_weight, LossError)
-        hidden = valid if weight is None else hide_padding(weight, valid)
+        hidden = valid if weight is None else rules.hide_padding(weight, valid)
         elements = self._separate(prediction, target, hidden)
         if elements is None:
             return None
         if self.reduction == "sum":
             total_loss = elements.weighted_sum(hidden, self._where)
-            return LossTerm(total_loss.to(elements.values.dtype))
+            return rules.LossTerm(total_loss.to(elements.values.dtype))
         by_weight = weight is not None and self._by_weight
         value, count = elements.mean(hidden, hidden if by_weight else valid, True, self._where)
         counted = self.normalize == "tokens" or (by_weight and self.normalize == "samples")
-        return LossTerm(value, count if counted else None)
+        return rules.LossTerm(value, count if counted else None)
 
     def of_micro_batches(self, prediction: object, target: object, count: int) -> Optional[Tensor]:
         """Compute the loss of each of several micro-batches of one size at once.
@@ -394,7 +375,7 @@ class Loss:
             return None
         if not rule.is_by_rows(prediction, target):
             return None
-        if isinstance(self.function, Named):
+        if isinstance(self.function, named.Named):
             self.function.accept(prediction, target)
         elements = rule.elements(prediction, target, None)
         values = elements.values.reshape(count, -1)
@@ -406,7 +387,9 @@ class Loss:
             return values.sum(1) / (elements.values.shape[0] // count)
         return values.mean(1)
 
-    def _separate(self, prediction: object, target: object, weight: Tensor) -> Optional[Elements]:
+    def _separate(
+        self, prediction: object, target: object, weight: Tensor
+    ) -> Optional[rules.Elements]:
         """The loss of each element; None of a loss that only tells one number for all of them.
 
         Args:
@@ -425,27 +408,29 @@ class Loss:
             elements = self._per_sample(values, target, prediction)
         return elements
 
-    def _per_sample(self, result: object, target: object, prediction: object) -> Optional[Elements]:
+    def _per_sample(
+        self, result: object, target: object, prediction: object
+    ) -> Optional[rules.Elements]:
         """Take the result of a callable if it is a tensor with one row for each sample."""
         if not isinstance(result, Tensor) or not result.dim() or not result.is_floating_point():
             return None
         leaves = tree.flatten((target, prediction))[0]
         rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-        return Elements(result) if rows and result.shape[0] == rows[0] else None
+        return rules.Elements(result) if rows and result.shape[0] == rows[0] else None
 
-    def _join(self, elements: Elements, weight: Optional[Tensor]) -> LossTerm:
+    def _join(self, elements: rules.Elements, weight: Optional[Tensor]) -> rules.LossTerm:
         """One number of many, and its count."""
         if self.reduction == "sum":
             value = elements.weighted_sum(weight, self._where)
-            return LossTerm(value.to(elements.values.dtype))
+            return rules.LossTerm(value.to(elements.values.dtype))
         if weight is None and self.normalize != "tokens":
             # Only a callable's own values come here without any need of a count.
-            return LossTerm(elements.values.mean())
+            return rules.LossTerm(elements.values.mean())
         by_weight = weight is not None and self._by_weight
         counted = self.normalize == "tokens" or by_weight
         value, size = elements.mean(weight, weight if by_weight else None, counted, self._where)
         with_count = counted and self.normalize != "micro_batches"
-        return LossTerm(value, size if with_count else None)
+        return rules.LossTerm(value, size if with_count else None)
 
     def _own_weighting(
         self,
@@ -453,19 +438,19 @@ class Loss:
         prediction: object,
         target: object,
         weight: Optional[Tensor],
-    ) -> LossTerm:
+    ) -> rules.LossTerm:
         """Make the term of a loss that gets the weights itself, and returns one number."""
         result = self.order.call(call, prediction, target, sample_weight=weight)
         if self.normalize == "tokens":
             return self._counted(result)
-        value = check_loss_value(result, self._where)
+        value = named.check_loss_value(result, self._where)
         if weight is None or not self._by_weight:
-            return LossTerm(value)
+            return rules.LossTerm(value)
         count = total(weight)
-        value = nothing_counts(value, count)
-        return LossTerm(value, None if self.normalize == "micro_batches" else count)
+        value = rules.nothing_counts(value, count)
+        return rules.LossTerm(value, None if self.normalize == "micro_batches" else count)
 
-    def _scalar(self, result: object, weight: Optional[Tensor]) -> LossTerm:
+    def _scalar(self, result: object, weight: Optional[Tensor]) -> rules.LossTerm:
         if weight is not None:
             raise LossError(
                 f"{self._where} must give one value per sample to be weighted with sample_weight, "
@@ -480,9 +465,9 @@ class Loss:
                 f"got {describe(result)}. Return only the mean, or compile with "
                 "normalize='tokens'."
             )
-        return LossTerm(check_loss_value(result, self._where))
+        return rules.LossTerm(named.check_loss_value(result, self._where))
 
-    def _counted(self, result: object) -> LossTerm:
+    def _counted(self, result: object) -> rules.LossTerm:
         """Make the term of a callable's (mean, count)."""
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise LossError(
@@ -492,10 +477,10 @@ class Loss:
             )
         return self._with_count(result[0], result[1], self._where)
 
-    def _with_count(self, loss: object, count: object, where: str) -> LossTerm:
-        value = check_loss_value(loss, where)
+    def _with_count(self, loss: object, count: object, where: str) -> rules.LossTerm:
+        value = named.check_loss_value(loss, where)
         if isinstance(count, numbers.Real) and not isinstance(count, bool):
-            number = constant(float(count), value)
+            number = rules.constant(float(count), value)
         elif isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
             number = count.detach().reshape(()).double()
         else:
@@ -503,9 +488,9 @@ class Loss:
                 f"{where} must give its count as one number, got {describe(count)}. Return the "
                 "number of tokens, such as (target != -100).sum()."
             )
-        return LossTerm(nothing_counts(value, number), number)
+        return rules.LossTerm(rules.nothing_counts(value, number), number)
 
-    def split(self, result: object) -> Tuple[Any, LossTerm]:
+    def split(self, result: object) -> Tuple[Any, rules.LossTerm]:
         """Take apart what a module that computes its own loss returned.
 
         Args:
@@ -530,7 +515,7 @@ class Loss:
         outputs, loss = outputs_and_loss
         where = "the module's own loss"
         if self.normalize != "tokens":
-            return outputs, LossTerm(check_loss_value(loss, where))
+            return outputs, rules.LossTerm(named.check_loss_value(loss, where))
         if not isinstance(outputs, Mapping) or "loss_count" not in outputs:
             raise LossError(
                 "with loss=None and normalize='tokens' the module must return a mapping or "

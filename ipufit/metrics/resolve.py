@@ -29,16 +29,10 @@ from ipufit.core.objective_arguments import (
 )
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.metrics import values
 from ipufit.metrics.by_task import BY_TASK, TaskMetric, TaskMetricAdapter
 from ipufit.metrics.kinds import Mean, Metric, OutputMetric, TorchMetricAdapter
 from ipufit.metrics.metric_set import MetricSet
-from ipufit.metrics.values import (
-    NAMED,
-    lookup,
-    sum_of_elements,
-    sum_of_samples,
-    sum_of_weighted_samples,
-)
 from ipufit.utils.names import check_log_name
 
 # Under which an object's update may take the sample weights.
@@ -201,13 +195,13 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
     metric: Any = item.metric
     if isinstance(metric, str):
         name = item.name or metric
-        named = lookup(metric)
+        named = values.lookup(metric)
         if named is not None:
-            part = functools.partial(sum_of_elements, named.values, prefix + name)
+            part = functools.partial(values.sum_of_elements, named.values, prefix + name)
             traits = (named.finish, weighted, not named.is_error, named.is_count)
             return Mean(name, prefix + name, part, *traits)
         if metric.lower() not in BY_TASK:
-            raise UnknownNameError("metric", metric, [*NAMED, *BY_TASK])
+            raise UnknownNameError("metric", metric, [*values.NAMED, *BY_TASK])
         return _by_task(name, BY_TASK[metric.lower()](), prefix + name, weighted)
     if isinstance(metric, TaskMetric):
         name = item.name or metric.name
@@ -238,10 +232,10 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
         call = getattr(metric, "forward", metric)
         fields = _fields(call, "sample_weight" if weighted else None)
         if not weighted:
-            part = functools.partial(sum_of_samples, ordered, prefix + name)
+            part = functools.partial(values.sum_of_samples, ordered, prefix + name)
         else:
             takes = "sample_weight" in keyword_names(call)
-            part = functools.partial(sum_of_weighted_samples, ordered, takes, prefix + name)
+            part = functools.partial(values.sum_of_weighted_samples, ordered, takes, prefix + name)
         return Mean(name, prefix + name, part, float, weighted, better, fields=fields)
     if isinstance(metric, type):
         came = f"the class {metric.__name__}. Pass an instance, {metric.__name__}(...)"

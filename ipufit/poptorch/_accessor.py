@@ -17,14 +17,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from ipufit.poptorch._data_worker import (
-    CombiningLoader,
-    Command,
-    FiledDataset,
-    WorkerEvent,
-    WorkerSettings,
-    serve,
-)
+from ipufit.poptorch import _data_worker
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._ring_buffer import RingBufferReader
 from ipufit.poptorch.enums import SharingStrategy
@@ -47,13 +40,13 @@ class BatchReader:
         self._is_used = False
         self._has_ended = False
         event, value = self._receive()
-        if event is WorkerEvent.EMPTY:
+        if event is _data_worker.WorkerEvent.EMPTY:
             raise error(
                 "AsynchronousDataAccessor worker thread failed to start: The Dataset is empty. So "
                 "is a DataLoader with drop_last=True whose dataset has fewer samples than a "
                 "combined batch."
             )
-        if event is WorkerEvent.FAILED:
+        if event is _data_worker.WorkerEvent.FAILED:
             (summary, text), problem = value
             logger.error("The worker process of an AsynchronousDataAccessor failed:\n%s", text)
             raise error(
@@ -70,11 +63,11 @@ class BatchReader:
         self._data_buffers.release()
         self._epoch += 1
         if self._epoch == 1 or self._has_ended:
-            self._tell(Command.BEGIN)
+            self._tell(_data_worker.Command.BEGIN)
         else:
-            self._tell(Command.RESTART)
+            self._tell(_data_worker.Command.RESTART)
             # Of this epoch: Ctrl-C may have left one unread.
-            while self._receive_or_raise() != (WorkerEvent.RESTARTED, self._epoch):
+            while self._receive_or_raise() != (_data_worker.WorkerEvent.RESTARTED, self._epoch):
                 pass
             self._data_buffers.clear()
         self._is_used = False
@@ -89,11 +82,11 @@ class BatchReader:
         if self._epoch == 0:
             self.begin()
         if self._data_buffers.release():
-            self._tell(Command.RELEASED)
+            self._tell(_data_worker.Command.RELEASED)
         if self._has_ended:
             raise StopIteration
         event, rows = self._receive_or_raise()
-        if event is WorkerEvent.END:
+        if event is _data_worker.WorkerEvent.END:
             self._has_ended = True
             raise StopIteration
         self._is_used = True
@@ -102,24 +95,24 @@ class BatchReader:
             tensors = [tensor[:rows] for tensor in tensors]
         return self._layout.put_together(tensors)
 
-    def _tell(self, command: Command) -> None:
+    def _tell(self, command: _data_worker.Command) -> None:
         # A worker that is gone has said why, and its words are still to be read.
         with contextlib.suppress(OSError):
             self._commands.send((command, self._epoch))
 
-    def _receive_or_raise(self) -> Tuple[WorkerEvent, Any]:
+    def _receive_or_raise(self) -> Tuple[_data_worker.WorkerEvent, Any]:
         event, value = self._receive()
-        if event is WorkerEvent.FAILED:
+        if event is _data_worker.WorkerEvent.FAILED:
             _, problem = value
             raise problem
         return event, value
 
-    def _receive(self) -> Tuple[WorkerEvent, Any]:
+    def _receive(self) -> Tuple[_data_worker.WorkerEvent, Any]:
         """Return the next event, with the exception itself where the dataset has raised one."""
         try:
             self._await_event()
             event, value = self._events.recv()
-            if event is WorkerEvent.FAILED:
+            if event is _data_worker.WorkerEvent.FAILED:
                 return event, (value, self._exception(*value))
         except (EOFError, OSError):
             raise self._gone() from None
@@ -175,7 +168,7 @@ class DataProcess(BatchReader):
     """
 
     def __init__(
-        self, dataset: object, settings: WorkerSettings, strategy: SharingStrategy
+        self, dataset: object, settings: _data_worker.WorkerSettings, strategy: SharingStrategy
     ) -> None:
         self._owner = os.getpid()
         self._process: Any = None
@@ -187,9 +180,9 @@ class DataProcess(BatchReader):
             _preload()
         try:
             if strategy is SharingStrategy.FileSystem:
-                dataset = FiledDataset(dataset)
+                dataset = _data_worker.FiledDataset(dataset)
             ends = (its_commands, its_events, _start_method(), others)
-            process = context.Process(target=serve, args=(dataset, settings, *ends))
+            process = context.Process(target=_data_worker.serve, args=(dataset, settings, *ends))
             process.start()
         except Exception as problem:
             events.close()
@@ -205,7 +198,7 @@ class DataProcess(BatchReader):
                 "classes at the top of a module, or use SharingStrategy.Fork."
             ) from problem
         finally:
-            if isinstance(dataset, FiledDataset):
+            if isinstance(dataset, _data_worker.FiledDataset):
                 dataset.close()
             its_events.close()
             its_commands.close()
@@ -246,7 +239,7 @@ class DataProcess(BatchReader):
         self._at_exit.cancel()
         # A worker that waits for room in the pipe of events is told that nobody reads it.
         self._events.close()
-        self._tell(Command.STOP)
+        self._tell(_data_worker.Command.STOP)
         self._commands.close()
         for act, patience in zip((None, process.terminate, process.kill), _PATIENCE):
             if act is not None:
@@ -273,8 +266,8 @@ def _preload() -> None:
     """Let the fork server import torch once, in place of every process that it starts."""
     server = multiprocessing.forkserver._forkserver
     names = getattr(server, "_preload_modules", None)
-    if isinstance(names, list) and serve.__module__ not in names:
-        server.set_forkserver_preload([*names, serve.__module__])
+    if isinstance(names, list) and _data_worker.serve.__module__ not in names:
+        server.set_forkserver_preload([*names, _data_worker.serve.__module__])
 
 
 class AsynchronousDataAccessor:
@@ -340,7 +333,7 @@ class AsynchronousDataAccessor:
         self.rebatched_size = rebatched_size
         self._worker = DataProcess(
             dataset,
-            WorkerSettings(
+            _data_worker.WorkerSettings(
                 slots=buffer_size,
                 pause=miss_sleep_time_in_ms / 1000,
                 loads_on=bool(load_indefinitely),
@@ -356,7 +349,7 @@ class AsynchronousDataAccessor:
     @property
     def _keeps_rest(self) -> bool:
         loader = self._dataset
-        if not isinstance(loader, CombiningLoader):
+        if not isinstance(loader, _data_worker.CombiningLoader):
             return False
         drop_last = loader.rebatched_drop_last
         return not (loader.drop_last if drop_last is None else drop_last)
@@ -422,7 +415,7 @@ def _strategy_of(value: Union[SharingStrategy, int, str]) -> SharingStrategy:
 
 
 def _check_loader(dataset: object, rebatched_size: Optional[int]) -> None:
-    if not isinstance(dataset, CombiningLoader):
+    if not isinstance(dataset, _data_worker.CombiningLoader):
         return
     if dataset._accessor is not None:
         raise error(

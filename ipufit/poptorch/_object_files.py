@@ -14,25 +14,10 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch import enums, optim
-from ipufit.poptorch._codec import (
-    InvalidContent,
-    Values,
-    class_path,
-    imported_class,
-    make_codec,
-    refuse_malformed,
-)
+from ipufit.poptorch import _codec, enums, optim
 from ipufit.poptorch._logging import Error, error
 from ipufit.poptorch._optimizer_settings import OPTIMIZERS
-from ipufit.poptorch._options.execution import (
-    STRATEGIES,
-    Phase,
-    PipelinedExecution,
-    Stage,
-    _IExecutionStrategy,
-    _IPhasedExecution,
-)
+from ipufit.poptorch._options import execution
 from ipufit.poptorch._options.options import Options
 from ipufit.poptorch._wrapping import isWrapped
 
@@ -69,7 +54,7 @@ class WeightsOnly(nn.Module):
         )
 
 
-def module_to_values(model: nn.Module) -> List[Values]:
+def module_to_values(model: nn.Module) -> List[_codec.Values]:
     """Convert a module and its submodules to values that ``write_file`` takes.
 
     Raises:
@@ -93,7 +78,7 @@ def _one(module: nn.Module, name: str, order: Dict[int, int]) -> Dict[str, objec
                 "before you save, or save with export_model=False."
             )
     return {
-        "class": class_path(kind),
+        "class": _codec.class_path(kind),
         "training": module.training,
         "parameters": list(module._parameters.items()),
         "buffers": list(module._buffers.items()),
@@ -117,7 +102,7 @@ def _attribute(value: object, name: str) -> Tuple[str, object]:
         if function and _functions().get(path) is value:
             return ("function", path)
     try:
-        make_codec().encode(value)
+        _codec.make_codec().encode(value)
     except Error as reason:
         raise error(
             f"the attribute {name} can't be saved: {reason.message} Or save with "
@@ -130,14 +115,14 @@ def _is_torchs(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.")
 
 
-def module_from_values(values: List[Values]) -> nn.Module:
+def module_from_values(values: List[_codec.Values]) -> nn.Module:
     """Rebuild the module of ``module_to_values`` with classes that are imported in this program.
 
     Raises:
         UnknownClass: one is not.
         InvalidContent: no module is written like this.
     """
-    with refuse_malformed("it holds no sound module"):
+    with _codec.refuse_malformed("it holds no sound module"):
         modules = [_empty(entry["class"]) for entry in values]
         _fill(modules, values)
         for module, entry in zip(modules, values):
@@ -147,7 +132,7 @@ def module_from_values(values: List[Values]) -> nn.Module:
         return modules[0]
 
 
-def weights_from_values(path: str, values: List[Values]) -> nn.Module:
+def weights_from_values(path: str, values: List[_codec.Values]) -> nn.Module:
     """Rebuild the weights of ``module_to_values`` in modules without code, under the same names.
 
     Args:
@@ -163,7 +148,7 @@ def weights_from_values(path: str, values: List[Values]) -> nn.Module:
 
 
 def _empty(path: object) -> nn.Module:
-    kind = imported_class(path, nn.Module)
+    kind = _codec.imported_class(path, nn.Module)
     if kind is None:
         raise UnknownClass(path)
     module: nn.Module = object.__new__(kind)
@@ -171,7 +156,7 @@ def _empty(path: object) -> nn.Module:
     return module
 
 
-def _fill(modules: List[nn.Module], values: List[Values]) -> None:
+def _fill(modules: List[nn.Module], values: List[_codec.Values]) -> None:
     """Give modules their parameters, buffers, submodules and modes."""
     for module, entry in zip(modules, values):
         for name, parameter in entry["parameters"]:
@@ -183,30 +168,30 @@ def _fill(modules: List[nn.Module], values: List[Values]) -> None:
         for name, number in entry["modules"]:
             _expect(name, number, int)
             if number is not None and not 0 <= number < len(modules):
-                raise InvalidContent(f"it has no module {number}")
+                raise _codec.InvalidContent(f"it has no module {number}")
             module._modules[name] = None if number is None else modules[number]
         module._non_persistent_buffers_set = set(entry["not_saved"])
         module.training = bool(entry["training"])
 
 
-def _attributes(entry: Values) -> Values:
-    attributes: Values = {}
+def _attributes(entry: _codec.Values) -> _codec.Values:
+    attributes: _codec.Values = {}
     for name, (kind, value) in entry["attributes"]:
         if not isinstance(name, str) or name in _OWN:
-            raise InvalidContent(f"{name!r} can't be an attribute of a module")
+            raise _codec.InvalidContent(f"{name!r} can't be an attribute of a module")
         attributes[name] = _function(value) if kind == "function" else value
     return attributes
 
 
 def _expect(name: object, value: object, kind: type) -> None:
     if not isinstance(name, str) or not (value is None or isinstance(value, kind)):
-        raise InvalidContent(f"{name!r} is no {kind.__name__}")
+        raise _codec.InvalidContent(f"{name!r} is no {kind.__name__}")
 
 
 def _function(path: object) -> Any:
     function = _functions().get(path) if isinstance(path, str) else None
     if function is None:
-        raise InvalidContent(f"{path!r} is not a function of torch")
+        raise _codec.InvalidContent(f"{path!r} is not a function of torch")
     return function
 
 
@@ -229,7 +214,7 @@ def _functions() -> Dict[str, object]:
 
 # A file can name these and no other.
 _CLASSES: Dict[str, Callable[..., torch.optim.Optimizer]] = {
-    class_path(kind): kind for kind in OPTIMIZERS
+    _codec.class_path(kind): kind for kind in OPTIMIZERS
 }
 
 
@@ -244,7 +229,7 @@ _SETTINGS = sorted(
 )
 
 
-def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Values:
+def optimizer_to_values(optimizer: torch.optim.Optimizer) -> _codec.Values:
     """Convert an optimizer to values: class, settings, and the model's own parameters.
 
     The state on the device is not included.
@@ -252,7 +237,7 @@ def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Values:
     Raises:
         Error: an optimizer of a class of the user's.
     """
-    kind = class_path(type(optimizer))
+    kind = _codec.class_path(type(optimizer))
     if kind not in _CLASSES:
         raise error(
             "a file holds optimizers of torch.optim and poptorch.optim, got "
@@ -270,7 +255,7 @@ def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Values:
     }
 
 
-def optimizer_from_values(values: Optional[Values]) -> Optional[torch.optim.Optimizer]:
+def optimizer_from_values(values: Optional[_codec.Values]) -> Optional[torch.optim.Optimizer]:
     """Rebuild the optimizer of ``optimizer_to_values``; None for None.
 
     Raises:
@@ -278,22 +263,22 @@ def optimizer_from_values(values: Optional[Values]) -> Optional[torch.optim.Opti
     """
     if values is None:
         return None
-    with refuse_malformed("it holds no sound optimizer"):
+    with _codec.refuse_malformed("it holds no sound optimizer"):
         kind = _CLASSES.get(values["class"])
         if kind is None:
-            raise InvalidContent(f"{values['class']!r} is not an optimizer that it can hold")
+            raise _codec.InvalidContent(f"{values['class']!r} is not an optimizer that it can hold")
         groups = [dict(group) for group in values["groups"]]
         optimizer: torch.optim.Optimizer = kind(groups, lr=groups[0]["lr"])
         optimizer.defaults.update(values["defaults"])
         for name, value in values["settings"].items():
             if name not in _SETTINGS:
-                raise InvalidContent(f"{name!r} is not a setting of an optimizer")
+                raise _codec.InvalidContent(f"{name!r} is not a setting of an optimizer")
             setattr(optimizer, name, value)
         if isinstance(optimizer, optim.Optimizer):
             optimizer.variable_attrs._variable_attributes = [str(n) for n in values["variable"]]
         for parameter, state in values["state"]:
             if not isinstance(parameter, nn.Parameter):
-                raise InvalidContent("the state of an optimizer must be that of a parameter")
+                raise _codec.InvalidContent("the state of an optimizer must be that of a parameter")
             optimizer.state[parameter] = dict(state)
         return optimizer
 
@@ -314,7 +299,7 @@ class _Bare(Options):
         """Read nothing."""
 
 
-def options_to_values(options: Options) -> Values:
+def options_to_values(options: Options) -> _codec.Values:
     """Convert options to values that ``write_file`` takes.
 
     Raises:
@@ -329,7 +314,7 @@ def options_to_values(options: Options) -> Values:
     }
 
 
-def options_from_values(values: Values) -> Options:
+def options_from_values(values: _codec.Values) -> Options:
     """Rebuild the options of ``options_to_values``; not frozen, and without the environment's."""
     options: Options = _Bare()
     options.__class__ = Options
@@ -343,32 +328,33 @@ def options_from_values(values: Values) -> Options:
     return options
 
 
-def _stage_values(stage: Stage) -> Dict[str, object]:
+def _stage_values(stage: execution.Stage) -> Dict[str, object]:
     return {"blocks": stage.blocks, "ipu": stage._ipu}
 
 
-def _stage(data: Values) -> Stage:
-    stage = Stage(*data["blocks"])
+def _stage(data: _codec.Values) -> execution.Stage:
+    stage = execution.Stage(*data["blocks"])
     return stage if data["ipu"] is None else stage.ipu(data["ipu"])
 
 
-def _strategy_values(strategy: _IExecutionStrategy) -> Dict[str, object]:
+def _strategy_values(strategy: execution._IExecutionStrategy) -> Dict[str, object]:
     """Convert a strategy to its class' name and its stages."""
     kind = type(strategy).__name__
-    if type(strategy) is not STRATEGIES.get(kind):
+    if type(strategy) is not execution.STRATEGIES.get(kind):
         raise error(
-            f"An execution strategy in a file is one of {', '.join(STRATEGIES)}, got {kind}."
+            f"An execution strategy in a file is one of {', '.join(execution.STRATEGIES)}, got "
+            f"{kind}."
         )
-    if isinstance(strategy, _IPhasedExecution):
+    if isinstance(strategy, execution._IPhasedExecution):
         return {
             "kind": kind,
             "phases": [[_stage_values(stage) for stage in p.stages] for p in strategy._phases],
             "liveness": strategy._tensors_liveness.name,
             "separate": strategy._separate_backward_phase,
         }
-    assert isinstance(strategy, PipelinedExecution)
+    assert isinstance(strategy, execution.PipelinedExecution)
     # A stage of several blocks is in the map once for each.
-    stages: List[Stage] = []
+    stages: List[execution.Stage] = []
     for stage in strategy._block_map.values():
         if stage not in stages:
             stages.append(stage)
@@ -379,13 +365,15 @@ def _strategy_values(strategy: _IExecutionStrategy) -> Dict[str, object]:
     }
 
 
-def _strategy(data: Values) -> _IExecutionStrategy:
+def _strategy(data: _codec.Values) -> execution._IExecutionStrategy:
     """Rebuild a strategy from plain data."""
-    kind = STRATEGIES[data["kind"]]
+    kind = execution.STRATEGIES[data["kind"]]
     if "phases" in data:
-        phased: _IPhasedExecution = kind(*(Phase(*map(_stage, p)) for p in data["phases"]))
+        phased: execution._IPhasedExecution = kind(
+            *(execution.Phase(*map(_stage, p)) for p in data["phases"])
+        )
         phased._tensors_liveness = enums.Liveness[data["liveness"]]
         return phased.useSeparateBackwardPhase(data["separate"])
     stages: List[object] = [_stage(stage) for stage in data["stages"]]
-    strategy: PipelinedExecution = kind(*stages or [enums.AutoStage[data["auto"]]])
+    strategy: execution.PipelinedExecution = kind(*stages or [enums.AutoStage[data["auto"]]])
     return strategy

@@ -32,16 +32,8 @@ from ipufit.partition.partition import Partition
 from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import ALONE, Processes, current
 from ipufit.tracing.validate import initialize, refuse_unready
+from ipufit.training import sanity_check
 from ipufit.training.execution_sync import ExecutionSync
-from ipufit.training.sanity_check import (
-    FailureExplainer,
-    check_call,
-    check_class_weights,
-    prepare_tail,
-    probe,
-    runs_with_list,
-    wrap_batch_errors,
-)
 from ipufit.training.trainer import Job
 from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import defer_sigint
@@ -205,7 +197,7 @@ class Session:
         names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
         sums_weights = loss.sample_weight_reduction == "mean_with_sample_weight"
         one_target = loss.rule is not None and loss.field_names is None
-        tries = functools.partial(runs_with_list, self.module, self.casting)
+        tries = functools.partial(sanity_check.runs_with_list, self.module, self.casting)
         more = (sums_weights, one_target, tries)
         return BatchForm(self.module, loss.own_loss(mode), *names, *more)
 
@@ -327,12 +319,14 @@ class Session:
         training = job.mode is Mode.TRAIN
         if training:
             check_interval(self.config.outputs, job.plan.device_iterations)
-        check_call(self.module, first, self.loss, f"{job.source.role}: ")
+        sanity_check.check_call(self.module, first, self.loss, f"{job.source.role}: ")
         if self.loss.in_module == "whole":
             refuse_unready(self.module)
         initialize(self.module, first, training)
         if training and job.source.class_weights is not None:
-            check_class_weights(job.source.class_weights, self.module, first, self.loss)
+            sanity_check.check_class_weights(
+                job.source.class_weights, self.module, first, self.loss
+            )
         self.divided.divide(first, training)
         try:
             return self._prepare_program(pipeline, first, job)
@@ -372,11 +366,11 @@ class Session:
                     warn_user(". ".join(doubt))
             explainer.check_labels([first])
             if metrics:
-                probe(metrics, prepared.outputs, first, self.loss)
+                sanity_check.probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
                 check_rows(prepared.outputs, first)
             with defer_sigint():
-                tail = prepare_tail(program, plan, first, job.source, explainer)
+                tail = sanity_check.prepare_tail(program, plan, first, job.source, explainer)
             rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
                 check_log_name(name, metrics.names, rule.exact)
@@ -457,7 +451,7 @@ class Session:
         partitions = self.divided.partitions
         self.engine.check(self.module, self.optimizer, self.loss, config, self._options, partitions)
 
-    def explainer(self, mode: Mode, role: str) -> FailureExplainer:
+    def explainer(self, mode: Mode, role: str) -> sanity_check.FailureExplainer:
         """Says why module or loss can't take a micro-batch.
 
         Args:
@@ -465,7 +459,9 @@ class Session:
             role: of the data.
         """
         where = (role, device_of(self.module).type != "cpu", self.processes.is_distributed)
-        return FailureExplainer(self.module, self.loss, mode, self.config.precision, *where)
+        return sanity_check.FailureExplainer(
+            self.module, self.loss, mode, self.config.precision, *where
+        )
 
     def plan_estimator(
         self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
@@ -480,7 +476,7 @@ class Session:
         Raises:
             DataError, LossError, CaptureError: module or loss can't take the batch.
         """
-        with wrap_batch_errors(self.explainer(Mode.TRAIN, "plan"), sample):
+        with sanity_check.wrap_batch_errors(self.explainer(Mode.TRAIN, "plan"), sample):
             return self.divided.estimator(sample, partition, recompute)
 
     def preflight(self, sample: MicroBatch) -> PreflightReport:

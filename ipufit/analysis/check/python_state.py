@@ -16,13 +16,7 @@ from ipufit.tracing.fingerprint import PLAIN
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.user_lines import users_module
-from ipufit.utils.random_streams import (
-    Generators,
-    generator_state,
-    hashable,
-    same_state,
-    set_generator,
-)
+from ipufit.utils import random_streams
 from ipufit.utils.state import MEMBERS, copied, is_of_torch, refill, same_values
 
 _PLAIN = (*PLAIN, torch.Size, torch.dtype, torch.device)
@@ -59,7 +53,7 @@ class _ValueOwner:
         if self.kind == "global" or isinstance(self.thing, type):
             return not name.startswith("__") and (
                 isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor))
-                or generator_state(value) is not None
+                or random_streams.generator_state(value) is not None
             )
         return name not in MEMBERS
 
@@ -213,7 +207,7 @@ class PythonSnapshot:
             self._saved.append((owner, names))
             for name, value in names.items():
                 self._keep(OwnedName(owner, name), value, _DEEP)
-        self.interpreter = Generators()
+        self.interpreter = random_streams.Generators()
 
     def _keep(self, place: OwnedName, value: object, depth: int) -> None:
         if isinstance(value, Tensor):
@@ -226,7 +220,7 @@ class PythonSnapshot:
                 for item in inner if depth and len(inner) <= _MOST else ():
                     self._keep(place, item, depth - 1)
         else:
-            state = generator_state(value)
+            state = random_streams.generator_state(value)
             if state is not None:
                 self._generators[id(value)] = (place, value, state)
 
@@ -252,7 +246,7 @@ class PythonSnapshot:
             if not place.owner.is_torchs and not same_values(tensor, value):
                 changes.append(Change(place, "written", tensor))
         for place, generator, state in self._generators.values():
-            if not same_state(generator_state(generator), state):
+            if not random_streams.same_state(random_streams.generator_state(generator), state):
                 changes.append(Change(place, "drawn", generator))
         return changes
 
@@ -275,7 +269,7 @@ class PythonSnapshot:
     def restore_generators(self) -> None:
         """Restore generators alone."""
         for _, generator, state in self._generators.values():
-            set_generator(generator, state)
+            random_streams.set_generator(generator, state)
         self.interpreter.restore()
 
     def probe(self, change: Change) -> Callable[[], object]:
@@ -285,7 +279,7 @@ class PythonSnapshot:
         def look() -> object:
             value = place.owner.namespace().get(place.name, _NOTHING)
             if change.how == "drawn":
-                return hashable(generator_state(value))
+                return random_streams.hashable(random_streams.generator_state(value))
             if isinstance(value, _PLAIN):
                 return (type(value), repr(value))
             version = value._version if isinstance(value, Tensor) else None
