@@ -218,9 +218,9 @@ def test_auto_counts_activations_as_the_plan_does(monkeypatch):
         with pytest.raises(PartitionError) as caught:
             model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
         assert str(caught.value) == (
-            "stages='auto' must find stages that fit in an IPU's 500 B, but none of 2 do: of the "
-            f"evenest ones the largest needs about {text}. Use a larger ipus_per_replica, or "
-            "smaller micro-batches, or name the stages, which are not held against this estimate."
+            "stages='auto' must find stages that fit in an IPU's 500 B, but no division into 2 "
+            f"does: in the most even one, the largest stage needs about {text}. Use a larger "
+            "ipus_per_replica or smaller micro-batches, or name the stages, which are not checked."
         )
 
 
@@ -470,7 +470,7 @@ def test_auto_is_resolved_with_the_first_micro_batch(engine, capsys):
     )
     expected = model.plan((X, Y)).stages
     model.explain(torch.utils.data.TensorDataset(X, Y), gradient_accumulation=3)
-    assert "pipelined over 2 stages, divided when the first micro-batch" in capsys.readouterr().out
+    assert "pipelined over 2 stages, divided once the first micro-batch" in capsys.readouterr().out
     model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0, seed=0)
     model.predict(X, verbose=0)
     model.explain()
