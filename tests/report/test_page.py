@@ -264,7 +264,7 @@ def test_plotly_is_compiled_in_one_go(end):
 @pytest.mark.long
 def test_a_curve_of_many_points_says_how_it_is_drawn(run):
     """And one of fewer does not; all points are in the page either way."""
-    said = "Drawn with the smallest and the largest value of each interval; zoom in to see all."
+    said = "Drawn with the smallest and largest value of each interval; zoom in to see all."
     for executions, is_said in ((2000, False), (2001, True)):
         page = Page(render_page([long(run, executions)]))
         assert len(page.facts["charts"]["loss"]["data"][0]["y"]) == executions

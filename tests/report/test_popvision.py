@@ -117,12 +117,12 @@ def test_other_options_of_the_engine_stay(tmp_path, compiled):
 def test_a_profile_that_options_ask_for_goes_where_they_say(tmp_path, compiled, monkeypatch):
     own = tmp_path / "own"
     monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
-    with pytest.warns(UserWarning, match="^report would") as warned:
+    with pytest.warns(UserWarning, match="^report asks for") as warned:
         fit(tmp_path / "run", options=poptorch.Options().enableProfiling(str(own)))
     assert [str(each.message) for each in warned] == [
-        f"report would have PopVision's profile written to {str(tmp_path / 'run' / 'popvision')!r},"
-        " but training_options sets autoReport.all, autoReport.directory, which holds: the profile "
-        f"is written to {str(own)!r}."
+        f"report asks for PopVision's profile in {str(tmp_path / 'run' / 'popvision')!r}, but "
+        "training_options sets autoReport.all, autoReport.directory, which takes precedence: the "
+        f"profile is written to {str(own)!r}."
     ]
     assert engine_options(compiled[0]) == profile_into(own)
     assert facts(tmp_path / "run")["popvision"] == str(own)
@@ -134,7 +134,7 @@ def test_a_profile_that_options_forbid_is_not_written(tmp_path, compiled, monkey
     monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
     options = poptorch.Options()
     options._Popart.setEngineOptions({"autoReport.all": "false"})
-    with pytest.warns(UserWarning, match="which holds: the profile is not written"):
+    with pytest.warns(UserWarning, match="which takes precedence: the profile is not written"):
         fit(tmp_path, options=options)
     assert engine_options(compiled[0]) == {"autoReport.all": "false"}
     assert facts(tmp_path)["popvision"] is None

@@ -335,7 +335,7 @@ def test_a_report_is_one_of_the_callbacks_of_fit(tmp_path):
     assert Run.read(report.folder).facts["status"] == "finished"
 
 
-TAKEN = "holds the report of another run. Pass another folder, or ipufit.Report("
+TAKEN = "this one contains the report of another run. Pass another folder, or ipufit.Report("
 
 
 @pytest.mark.long
