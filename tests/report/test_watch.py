@@ -327,7 +327,7 @@ def test_ctrl_c_ends_the_command_cleanly(tmp_path):
     try:
         line = process.stdout.readline()
         address, _, rest = line.partition(" ")
-        assert rest == f"shows {tmp_path / 'run'}; Ctrl-C ends it.\n"
+        assert rest == f"shows {tmp_path / 'run'}; press Ctrl-C to stop.\n"
         with pytest.raises(urllib.request.HTTPError) as waiting:
             urllib.request.urlopen(address, timeout=10)
         assert waiting.value.code == 503
