@@ -487,7 +487,7 @@ def test_a_plan_adds_up_what_is_on_an_ipu(whole):
     text = str(plan)
     assert "on 2 IPUs, pipelined in 3 stages" in text
     assert "2: head on IPU 0 " in text
-    assert "stages 0 and 2 on IPU 0 take most" in text
+    assert "stages 0 and 2 on IPU 0 need most" in text
     assert "Stages on the same IPU run one after the other in every step of the pipeline." in text
     facts = plan.to_dict()
     assert (facts["places"], [stage["ipu"] for stage in facts["stages"]]) == ([0, 1, 0], [0, 1, 0])
