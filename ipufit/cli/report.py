@@ -29,7 +29,7 @@ _COMPARISON = "comparison.html"
 _WATCH = """\
 Serve the page of a run that trains in another process with the callback ipufit.Report(FOLDER). The
 folder need not exist yet. The page updates itself in the browser. The server only reads files, and
-only this machine can reach it, at 127.0.0.1. Ctrl-C ends it.
+only this machine can reach it, at 127.0.0.1. Ctrl-C stops it.
 
 Exit status: 0 after Ctrl-C, 2 if the port is not available.
 """

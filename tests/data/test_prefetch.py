@@ -261,7 +261,7 @@ DEFAULTS = {
         lambda pairs: (
             DataLoader(pairs, batch_sampler=BatchSampler(RandomSampler(pairs), 4, False)),
         ),
-        1,
+        HELD,
     ),
     "own loader": (lambda pairs: (Noisy(pairs, 4),), 0),
     "stream": (lambda pairs: (DataLoader(Stream(list(pairs)), 4),), 0),
