@@ -19,8 +19,10 @@ from typing import Any, Dict
 import torch
 
 from ipufit.engines.embedded.inductor.store import CALLS, LIBRARY
+from ipufit.engines.embedded.passes.simplify import value_of
 from ipufit.tracing import recurrent
 
+_HALVES = (torch.float16, torch.bfloat16)
 REQUEST, ERROR = "request.json", "error.txt"
 _NICENESS = 10
 # Half precision is rounded after each operator, as where they run one by one.
@@ -62,6 +64,7 @@ def _compile(text: str, place: Path) -> None:
     examples = request.examples()
     with torch.no_grad():
         graph = make_fx(UpdateFunction(request.form), tracing_mode="fake")(*examples)
+        _keep_numbers(graph.graph)
         options = _options(request.form.recomputes, graph)
         options["aot_inductor.output_path"] = str(place)
         compiled = Path(str(torch._inductor.aot_compile(graph, tuple(examples), options=options)))
@@ -79,6 +82,35 @@ def _options(recomputes: bool, graph: torch.fx.GraphModule) -> Dict[str, object]
         # What backward needs lies in the results, too, so that nothing else may be written there.
         options.update(allow_buffer_reuse=False, inplace_buffers=False)
     return {name: on for name, on in options.items() if hasattr(torch._inductor.config, name)}
+
+
+def _keep_numbers(graph: torch.fx.Graph) -> None:
+    """Have tensors in half precision be multiplied with numbers, such as rates, as torch does it.
+
+    TorchInductor rounds a tensor of one number to half precision before, torch only the product.
+
+    Args:
+        graph: is changed.
+    """
+    aten = torch.ops.aten
+    operators = {aten.mul_.Tensor: aten.mul.Tensor, aten.div_.Tensor: aten.div.Tensor}
+    for node in list(graph.nodes):
+        if node.target not in (*operators, *operators.values()):
+            continue
+        left, right = (value_of(each) for each in node.args)
+        if left is None or left.dtype not in _HALVES:
+            continue
+        if right is None or right.dim() or right.dtype in _HALVES:
+            continue
+        with graph.inserting_before(node):
+            cast = torch.ops.prims.convert_element_type.default
+            wide = [graph.call_function(cast, (each, torch.float32)) for each in node.args]
+            product = graph.call_function(operators.get(node.target, node.target), tuple(wide))
+            result = graph.call_function(cast, (product, left.dtype))
+            if node.target in operators:
+                result = graph.call_function(aten.copy_.default, (node.args[0], result))
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
 
 
 def _allow_any_weight() -> None:

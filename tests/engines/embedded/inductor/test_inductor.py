@@ -10,11 +10,12 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ipufit
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.inductor import compiled as compiled_module
-from ipufit.engines.embedded.inductor import requirements
+from ipufit.engines.embedded.inductor import requirements, worker
 from ipufit.engines.embedded.inductor.compiled import CompiledPart
 from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
 from ipufit.engines.embedded.passes import cpu_kernels
@@ -433,6 +434,25 @@ def test_half_precision_is_described(way, described):
         nets.append(model.module)
     assert_equal(*nets)
     assert len(described) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rate_is_not_rounded_to_half_precision_before_its_product(dtype):
+    """Torch multiplies by the number itself, and a compiler that does not would train slower."""
+    tensor, rate = torch.linspace(-3, 3, 50).to(dtype), torch.tensor(0.0501)
+
+    def update(p, c):
+        return [p * c, p / c, p.clone().mul_(c), p.clone().div_(c), c * p, p + c]
+
+    graph = make_fx(update, tracing_mode="fake")(tensor, rate)
+    worker._keep_numbers(graph.graph)
+    graph.recompile()
+    for one, other in zip(graph(tensor, rate), update(tensor, rate)):
+        assert one.dtype == dtype
+        assert torch.equal(one, other)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert names.count("prims.convert_element_type.default") == 3 * 4
+    assert not {"aten.mul_.Tensor", "aten.div_.Tensor"} & set(names)
 
 
 class OwnSGD(torch.optim.SGD):
