@@ -177,11 +177,6 @@ class StackedNet(nn.Module):
         return tensors
 
     @property
-    def buffer_names(self) -> Dict[str, str]:
-        """By the names of buffers in a program of this module, those in a program of one model."""
-        return {f"net.other_{i}": f"net.{name}" for i, name in enumerate(self._others)}
-
-    @property
     def dim(self) -> Optional[int]:
         """Dimension over the models in a batch; None where it has none."""
         return 1 if self.training and self.orders_differ else None
@@ -525,8 +520,8 @@ class StackedModels:
         # Buffers of each replica, with which a fit with as many of them goes on.
         engine, of_all = session.engine, self.model._compiled("fit_many").engine
         if isinstance(engine, EngineContext) and isinstance(of_all, EngineContext):
-            replicas = of_all.carried.replicas.of_row(row, self._net.buffer_names)
-            engine.carried.replicas = replicas
+            names = {f"net.other_{i}": f"net.{name}" for i, name in enumerate(self._net._others)}
+            engine.carried.replicas = of_all.carried.replicas.of_row(row, names)
         for tensor, shared in zip(_tensors_of(session.loss), _tensors_of(self._sessions[0].loss)):
             tensor.copy_(shared)
         parameters = dict(module.named_parameters())

@@ -12,7 +12,7 @@ except ImportError as error:
         "ipufit[sklearn]"
     ) from error
 
-from ipufit.sklearn.base import GridSearchCV
 from ipufit.sklearn.estimators import IpufitClassifier, IpufitRegressor
+from ipufit.sklearn.search import GridSearchCV
 
 __all__ = ["GridSearchCV", "IpufitClassifier", "IpufitRegressor"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import abc
 import copy
 import dataclasses
 import inspect
-import pickle
 from contextvars import ContextVar
 from typing import (
     TYPE_CHECKING,
@@ -25,12 +24,10 @@ from typing import (
 
 import numpy as np
 import torch
-from joblib.hashing import NumpyHasher
 from sklearn import model_selection
-from sklearn.base import BaseEstimator, clone, is_classifier
+from sklearn.base import BaseEstimator
 from sklearn.exceptions import NotFittedError
 from sklearn.utils import check_random_state
-from sklearn.utils.metaestimators import _safe_split
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
@@ -40,15 +37,12 @@ from ipufit.core import EngineName, Verbose
 from ipufit.core.train_config import Precision, Reduction
 from ipufit.data.settings import Validation
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError, brief_error
+from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
 from ipufit.losses.resolve import resolve_loss
 from ipufit.optim.resolve import class_by_name, settings_by_name
-from ipufit.search.fit_many import FitResult, fit_alike
 from ipufit.training.model import Model
-from ipufit.utils.console import warn_user
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.random_streams import isolated, seed_generators
-from ipufit.utils.state import fork_rng
 
 try:
     from sklearn.utils.validation import validate_data
@@ -150,36 +144,15 @@ def _check_options(group: str, options: Mapping[str, object], call: Callable[...
     faults.raise_all()
 
 
-_NO_OTHER = "no other fit has the same data and arguments of Model.fit"
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# Options of compile whose state is not in a copy: what they count is part of training alone.
+_COUNTING = ("lr_scheduler", "ema")
 
 
-class _Hasher(NumpyHasher):  # type: ignore[misc]
-    """joblib's hash, in which tensors count by their values; it takes their addresses else."""
+class SearchFits(abc.ABC):
+    """The fits of a search, whose estimators take models from it that are trained."""
 
-    def save(self, value: object) -> None:
-        """Add a part of what is hashed."""
-        if isinstance(value, Tensor):
-            value = (type(value), value.requires_grad, value.detach().numpy())
-        super().save(value)
-
-
-class _SearchFits:
-    """The fits of a search: planned, trained at the same time, and then taken one by one.
-
-    Attributes:
-        setting: parameters of the fit that is planned; None where fits train or are taken.
-        reasons: why fits are trained one after another, and how many.
-        trained: models that wait to be taken, by what they are found by.
-    """
-
-    def __init__(self) -> None:
-        # Of those with the same arguments of Model.fit: these, and each with what it is found by.
-        self._planned: Dict[str, Tuple[Dict[str, Any], Dict[str, FitResult]]] = {}
-        self._shows = False
-        self.setting: Optional[Dict[str, Any]] = None
-        self.reasons: Dict[str, int] = {}
-        self.trained: Dict[Optional[str], Model] = {}
-
+    @abc.abstractmethod
     def take(self, estimator: Estimator, options: Dict[str, Any]) -> Optional[Model]:
         """Return the model of a fit, which is only planned as yet; None where it must train.
 
@@ -187,126 +160,10 @@ class _SearchFits:
             estimator: whose fit it is.
             options: arguments of ``Model.fit``.
         """
-        key, model = None, estimator.model_
-        reason = "parameters can't be compared with those of other fits"
-        # What can't be compared with another fit's, such as a function inside of one, trains.
-        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-            call = str(_Hasher("md5").hash(options))
-            parts = (call, type(estimator), estimator.get_params(), estimator._seed)
-            key = str(_Hasher("md5").hash(parts))
-            reason = "random_state is None" if estimator.random_state is None else ""
-        if self.setting is None:
-            return self.trained.pop(key, None)
-        reason = "the estimator has callbacks" if options["callbacks"] else reason
-        if reason:
-            self._count(reason)
-        else:
-            result = FitResult(self.setting, model, estimator._seed)
-            self._planned.setdefault(call, (options, {}))[1][str(key)] = result
-            self._shows = self._shows or bool(estimator.verbose)
-        return model
-
-    def train(self) -> None:
-        """Train what is planned, as far as it can run as one; the rest is left to its own fit."""
-        self.setting = None
-        for options, results in self._planned.values():
-            alone = [(result, _NO_OTHER) for result in results.values()]
-            if len(results) > 1:
-                try:
-                    alone = fit_alike([*results.values()], options, self._shows)
-                except Exception:
-                    continue  # what is wrong shows when each is fitted itself
-            reasons = {id(result): reason for result, reason in alone}
-            for key, result in results.items():
-                if id(result) in reasons:
-                    self._count(reasons[id(result)])
-                elif result.error is None:
-                    self.trained[key] = result.model
-        self._planned = {}
-
-    def _count(self, reason: str) -> None:
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
-_SEARCH: ContextVar[Optional[_SearchFits]] = ContextVar("search", default=None)
-
-
-class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
-    """scikit-learn's grid search, of which the fits of a split run as one where that is possible.
-
-    Scores, and all else but the times of fits, are those of scikit-learn's own, up to the order of
-    summation. The estimator is one of ipufit's, or a pipeline that ends with one, with an integer
-    as its ``random_state``, without callbacks and weights; ``n_jobs`` is None or 1. Others are
-    fitted one after another, as by scikit-learn, with a warning that says why. See
-    :func:`ipufit.fit_many` for what can run as one.
-
-    Args:
-        estimator: one of ipufit's, or what ends with one.
-        param_grid: values to try, by parameter; or a list of such dicts.
-        scoring, n_jobs, refit, cv, verbose, pre_dispatch: as for scikit-learn's.
-        error_score, return_train_score: as for scikit-learn's.
-    """
-
-    def fit(self, X: object, y: object = None, **params: object) -> GridSearchCV:
-        """Try all settings, and fit the best one on all data.
-
-        Args:
-            X, y, params: as for scikit-learn's.
-        """
-        fits = _SearchFits()
-        token = _SEARCH.set(fits)
-        try:
-            # The search itself draws the same random numbers, and raises what is wrong with it.
-            with fork_rng():
-                try:
-                    self._plan(fits, X, y, bool(params))
-                except Exception as error:
-                    fits.reasons[f"their data can't be split: {brief_error(error)}"] = 0
-            for reason, count in fits.reasons.items():
-                number = f"{count} fits" if count else "all fits"
-                warn_user(f"{number} of the search are trained one after another: {reason}.")
-            super().fit(X, y, **params)
-            if fits.trained:
-                warn_user(
-                    f"{len(fits.trained)} fits of the search were trained as one in vain: "
-                    "scikit-learn fitted them with other data, seeds or parameters, or in another "
-                    "thread. Pass random_state, an integer, to each step that draws random numbers."
-                )
-        finally:
-            _SEARCH.reset(token)
-        return self
-
-    def _plan(self, fits: _SearchFits, x: object, y: object, has_params: bool) -> None:
-        parts = [self.estimator, *self.estimator.get_params().values()]
-        whole = {
-            "n_jobs is not None or 1": self.n_jobs not in (None, 1),
-            "its fit has other arguments than X and y": has_params,
-            # Of an iterator the search itself gets the splits, in its own order.
-            "cv is an iterator": hasattr(self.cv, "__next__"),
-            "no part of the estimator is one of ipufit's": not any(
-                isinstance(part, Estimator) for part in parts
-            ),
-        }
-        fits.reasons = {reason: 0 for reason, holds in whole.items() if holds}
-        if fits.reasons:
-            return
-        cv = model_selection.check_cv(
-            copy.deepcopy(self.cv), y, classifier=is_classifier(self.estimator)
-        )
-        for train, _ in cv.split(x, y):
-            samples, labels = _safe_split(self.estimator, x, y, np.asarray(train))
-            for setting in model_selection.ParameterGrid(self.param_grid):
-                fits.setting = setting
-                with contextlib.suppress(Exception):
-                    clone(self.estimator).set_params(**clone(setting, safe=False)).fit(
-                        samples, labels
-                    )
-            fits.train()
-
-
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
-# Options of compile whose state is not in a copy: what they count is part of training alone.
-_COUNTING = ("lr_scheduler", "ema")
+# The search in which estimators are fitted.
+SEARCH: ContextVar[Optional[SearchFits]] = ContextVar("search", default=None)
 
 
 class Estimator(BaseEstimator):  # type: ignore[misc]
@@ -514,7 +371,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 callbacks=() if self.callbacks_ is None else self.callbacks_,
                 validation_data=dataclasses.replace(how, data=validation),
             )
-            search = _SEARCH.get()
+            search = SEARCH.get()
             trained = None if search is None else search.take(self, options)
             if trained is None:
                 model.fit(seed=self._seed, verbose=self.verbose, **options)
