@@ -527,11 +527,10 @@ class StackedModels:
         parameters = dict(module.named_parameters())
         for i, rule in enumerate(rules_by_group(optimizer)):
             assert rule is not None
+            # A group that is frozen has none.
             stacked = self._optimizer.state.get(self._net.weights[i], {})
-            states = {
-                name: self._net.cut(i, stacked[name])
-                for name in rule(optimizer.param_groups[i]).tensors
-            }
+            names = rule(optimizer.param_groups[i]).tensors if stacked else ()
+            states = {name: self._net.cut(i, stacked[name]) for name in names}
             for name in self._net.cut(i, self._net.weights[i]):
                 state = {key: _copy(parts[name][row]) for key, parts in states.items()}
                 if rule.counted:

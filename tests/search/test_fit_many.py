@@ -170,7 +170,7 @@ SETTINGS = {
     "dampening": {"optimizer": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5},
     "adam": {},
     "amsgrad": {"amsgrad": True, "betas": (0.8, 0.99)},
-    "frozen": {"net": Halves, "optimizer": sgd},
+    "frozen": {"net": Halves, "optimizer": sgd, "momentum": 0.9},
     "adamw": {"optimizer": torch.optim.AdamW},
     "rmsprop": {"optimizer": torch.optim.RMSprop, "momentum": 0.5, "centered": True},
     "groups": {"optimizer": sgd, "momentum": 0.9},
