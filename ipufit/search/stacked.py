@@ -105,10 +105,6 @@ class _RatesByModel:
     __bool__ = __eq__ = _refuse
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def _turned(rows: Tensor) -> Tensor:
     """Transpose matrices: so come their gradients."""
     return rows.transpose(1, 2) if rows.dim() == 3 else rows
@@ -448,12 +444,13 @@ def kind_of(model: Model) -> Dict[str, Tuple[object, ...]]:
     with replaced(*((part, "p", 0.0) for part in _dropouts(module))):
         attributes, _ = fingerprint(StepModule(module, loss))
     tensors = (*module.named_parameters(), *module.named_buffers())
+    forms = {name: (t.shape, t.dtype, t.requires_grad) for name, t in tensors}
     of_loss = [(t.dtype, t.tolist()) for t in _tensors_of(loss)]
     parts: List[Tuple[str, object]] = [
         # The first attributes are of module and loss together, of which each model has others; an
         # object that the loss calls goes by its number.
         *((part[0] if isinstance(part[0], str) else "loss", part) for part in attributes[1:]),
-        *((f"net.{name}", (t.shape, t.dtype, t.requires_grad)) for name, t in tensors),
+        *((f"net.{name}", form) for name, form in forms.items()),
         ("loss", repr((dataclasses.replace(loss, module=None), of_loss))),
         ("optimizer", repr((type(optimizer), groups))),
         ("options of compile", repr(config)),
@@ -461,7 +458,8 @@ def kind_of(model: Model) -> Dict[str, Tuple[object, ...]]:
     ]
     kind: Dict[str, Tuple[object, ...]] = {}
     for name, part in parts:
-        title = repr(name[4:]) if name.startswith("net.") else name
+        what = "tensor" if name[4:] in forms else "layer"
+        title = f"{what} {name[4:]!r}" if name.startswith("net.") else name
         kind[title] = (*kind.get(title, ()), part)
     return kind
 
@@ -520,8 +518,8 @@ class StackedModels:
         # Buffers of each replica, with which a fit with as many of them goes on.
         engine, of_all = session.engine, self.model._compiled("fit_many").engine
         if isinstance(engine, EngineContext) and isinstance(of_all, EngineContext):
-            names = {f"net.other_{i}": f"net.{name}" for i, name in enumerate(self._net._others)}
-            engine.carried.replicas = of_all.carried.replicas.of_row(row, names)
+            buffers = {f"net.other_{i}": f"net.{n}" for i, n in enumerate(self._net._others)}
+            engine.carried.replicas = of_all.carried.replicas.of_row(row, buffers)
         for tensor, shared in zip(_tensors_of(session.loss), _tensors_of(self._sessions[0].loss)):
             tensor.copy_(shared)
         parameters = dict(module.named_parameters())
@@ -532,7 +530,9 @@ class StackedModels:
             names = rule(optimizer.param_groups[i]).tensors if stacked else ()
             states = {name: self._net.cut(i, stacked[name]) for name in names}
             for name in self._net.cut(i, self._net.weights[i]):
-                state = {key: _copy(parts[name][row]) for key, parts in states.items()}
+                state = {
+                    key: parts[name][row].contiguous().clone() for key, parts in states.items()
+                }
                 if rule.counted:
                     step = make_step_counter(type(optimizer), updates, torch.device("cpu"))
                     state["step"] = step  # type: ignore[assignment]

@@ -340,8 +340,8 @@ def test_models_of_another_program_train_beside_the_others(programs):
     with pytest.warns(UserWarning, match="one after another") as caught:
         results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, epochs=2)
     assert [str(each.message) for each in caught] == [
-        "1 of 3 models train one after another (number 1): no other model has the same '1', "
-        "'2', '1.weight'."
+        "1 of 3 models train one after another (number 1): no other model has the same "
+        "layer '1', layer '2', tensor '1.weight'."
     ]
     check(results, grid, x, y, make, seed=3, epochs=2)
 
