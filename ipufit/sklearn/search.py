@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from types import FunctionType
 from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
@@ -29,7 +30,9 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
 
     def save(self, value: object) -> None:
         """Add a part of what is hashed."""
-        if isinstance(value, Tensor):
+        if isinstance(value, (type, FunctionType)):
+            value = ("object", id(value))  # also of one that can't be found by its name
+        elif isinstance(value, Tensor):
             value = (type(value), value.requires_grad, value.detach().numpy())
         super().save(value)
 
