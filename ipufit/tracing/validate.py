@@ -223,6 +223,11 @@ def public_name(name: str) -> str:
     return name[len("net.") :] if name.startswith("net.") else name
 
 
+def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    """Copies under the user's names."""
+    return {public_name(name): tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
 def storages(tensors: Mapping[str, Tensor]) -> Dict[str, int]:
     """Map the names of a module's tensors to their storages."""
     return {name: storage_id(tensor) for name, tensor in tensors.items()}

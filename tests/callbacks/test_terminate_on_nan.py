@@ -41,7 +41,10 @@ def test_training_ends_in_order_before_the_bad_update(capsys, di, value, shown):
     assert text.startswith(
         f"TerminateOnNaN ends training: the loss must be finite, but it became {shown} in update 3."
     )
-    assert "The data was not finite: nan in" in text or "too large: try a smaller learning rate" in text
+    assert (
+        "The data was not finite: nan in" in text
+        or "too large: try a smaller learning rate" in text
+    )
     assert model.stop_training is True
     assert history.epoch == [0]
     assert str(history.history["loss"][0]) == shown

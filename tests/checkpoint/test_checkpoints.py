@@ -702,7 +702,9 @@ def test_a_full_disk_ends_training_and_loses_nothing(tmp_path):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_killed_ends_training_and_loses_nothing(tmp_path):
-    case = plain(train=lambda: whole_batches(num_workers=1, worker_init_fn=hash))
+    # With a time limit each batch is sent by itself.
+    loading = {"num_workers": 1, "worker_init_fn": hash, "timeout": 60}
+    case = plain(train=lambda: whole_batches(**loading))
     with inject("worker", 14), pytest.raises(DataError, match="worker"):
         case.run(checkpoint=tmp_path / "run")
     gc.collect()

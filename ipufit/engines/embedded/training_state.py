@@ -19,7 +19,7 @@ from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.optim.several import members_of
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, large_apart
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
-from ipufit.tracing.validate import refuse_complex, refuse_shared_memory
+from ipufit.tracing.validate import on_host, refuse_complex, refuse_shared_memory
 from ipufit.utils import tree
 from ipufit.utils.state import copy_optimizer_state, load_optimizer_state, same_values
 
@@ -41,11 +41,6 @@ def put_back(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
     """Write values into the buffers, in place."""
     for name, value in values.items():
         buffers[name].copy_(value)
-
-
-def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
-    """Copies under the user's names."""
-    return {public_name(name): tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 class ReplicaMemory:

@@ -13,8 +13,8 @@ from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution import ExecutionOutputs
 from ipufit.engines.embedded.programs.base import BaseProgram, ModuleWeights
 from ipufit.engines.embedded.traced_step import TracedStep, computing
-from ipufit.engines.embedded.training_state import on_host
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
+from ipufit.tracing.validate import on_host
 
 
 class InferenceProgram(BaseProgram):
