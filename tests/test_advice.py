@@ -228,7 +228,7 @@ ADVICE = {
     ),
     "tuple": (
         lambda: fit((X, Y)),
-        "Pass inputs and target separately, fit(x, y)",
+        "Pass the target as y, and several inputs as x=(first, second)",
         lambda: fit(X, Y),
     ),
     "samples in a list": (

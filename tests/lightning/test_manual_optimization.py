@@ -329,6 +329,6 @@ def test_an_optimizer_that_evaluates_again_needs_automatic_optimization():
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.critic.parameters())
 
-    text = "one loss, which training_step of a LightningModule returns, or use another optimizer."
+    text = "use another optimizer. A LightningModule returns that loss from training_step."
     with pytest.raises(OptimizerError, match=re.escape(text)):
         ipufit.Model.from_lightning(Second()).fit(batches(), verbose=0)

@@ -390,8 +390,8 @@ def test_it_is_the_only_optimizer_of_one_loss(optimizer, loss, came):
     """An update of several has no loss that all of them could go down."""
     text = (
         "LBFGS evaluates the loss again within an update, and so must be the only optimizer and "
-        f"have one loss, but got {came}. Pass it alone, with one loss, which training_step of a "
-        "LightningModule returns, or use another optimizer."
+        f"have one loss, but got {came}. Pass it alone, with one loss, or use another "
+        "optimizer. A LightningModule returns that loss from training_step."
     )
     with pytest.raises(OptimizerError, match=re.escape(text)):
         ipufit.Model(net()).compile(optimizer, loss)

@@ -77,8 +77,8 @@ class EmbeddedEngine(EngineContext):
                 raise OptimizerError(
                     f"{type(member).__name__} evaluates the loss again within an update, and so "
                     f"must be the only optimizer and have one loss, but got {came}. Pass it "
-                    "alone, with one loss, which training_step of a LightningModule returns, or "
-                    "use another optimizer."
+                    "alone, with one loss, or use another optimizer. A LightningModule returns "
+                    "that loss from training_step."
                 )
         if loss.turns:
             _refuse_with_turns(config)
