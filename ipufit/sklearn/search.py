@@ -42,7 +42,7 @@ class _PlannedFits(SearchFits):
 
     Attributes:
         setting: parameters of the fit that is planned; None where fits train or are taken.
-        reasons: why fits are trained one after another, and how many.
+        reasons: why fits are not part of one program, and how many.
         trained: models that wait to be taken, by what they are found by.
     """
 
@@ -108,7 +108,7 @@ class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
     Scores, and all else but the times of fits, are those of scikit-learn's own, up to the order of
     summation. The estimator is one of ipufit's, or a pipeline that ends with one, with an integer
     as its ``random_state``, without callbacks and weights; ``n_jobs`` is None or 1. Others are
-    fitted one after another, as by scikit-learn, with a warning that says why. See
+    fitted by themselves, as by scikit-learn, with a warning that says why. See
     :func:`ipufit.fit_many` for what can run as one.
 
     Args:
@@ -135,7 +135,8 @@ class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
                     fits.reasons[f"their data can't be split: {brief_error(error)}"] = 0
             for reason, count in fits.reasons.items():
                 number = f"{count} fits" if count else "all fits"
-                warn_user(f"{number} of the search are trained one after another: {reason}.")
+                what = "of the search run by themselves, not as one program"
+                warn_user(f"{number} {what}: {reason}.")
             super().fit(X, y, **params)
             if fits.trained:
                 warn_user(

@@ -150,27 +150,27 @@ LEFT_ALONE = {
     "callbacks": (
         {"callbacks": ipufit.callbacks.EarlyStopping("loss")},
         {},
-        "4 fits of the search are trained one after another: the estimator has callbacks.",
+        "4 fits of the search run by themselves, not as one program: the estimator has callbacks.",
     ),
     "class weights": (
         {"class_weight": "balanced"},
         {},
-        "4 fits of the search are trained one after another: samples have weights.",
+        "4 fits of the search run by themselves, not as one program: samples have weights.",
     ),
     "splits of an iterator": (
         {},
         {"cv": iter([(np.arange(100), np.arange(100, 150))])},
-        "all fits of the search are trained one after another: cv is an iterator.",
+        "all fits of the search run by themselves, not as one program: cv is an iterator.",
     ),
     "a seed of each fit": (
         {"random_state": None},
         {},
-        "4 fits of the search are trained one after another: random_state is None.",
+        "4 fits of the search run by themselves, not as one program: random_state is None.",
     ),
     "several at once": (
         {},
         {"n_jobs": 2},
-        "all fits of the search are trained one after another: n_jobs is not None or 1.",
+        "all fits of the search run by themselves, not as one program: n_jobs is not None or 1.",
     ),
 }
 
@@ -183,7 +183,7 @@ def test_other_fits_run_one_after_another(name):
     estimator = IpufitClassifier(net, **{"random_state": 0, "epochs": 1, **options})
     search = GridSearchCV(estimator, {"optimizer__lr": [0.01, 0.05]}, **{"cv": 2, **of_search})
     threads = joblib.parallel_backend("threading")
-    with pytest.warns(UserWarning, match="one after another") as caught, threads:
+    with pytest.warns(UserWarning, match="run by themselves") as caught, threads:
         search.fit(x[::-1], y[::-1])
     assert [str(each.message) for each in caught] == [text]
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()

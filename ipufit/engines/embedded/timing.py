@@ -28,8 +28,8 @@ _CLEARLY = 1.25
 
 Ways = Mapping[str, Callable[[], Any]]
 
-# How many choices are kept on disk for later processes.
-_KEPT = 2000
+# How many choices are kept on disk for later processes, and up to how much load for each core.
+_KEPT, _BUSY = 2000, 1.5
 
 # Of this process; those of a file come to them when they are asked for.
 _known: Dict[str, str] = {}
@@ -56,7 +56,8 @@ def fastest(
     """The name of the fastest way; the first one unless another is clearly faster.
 
     What was found once holds for the rest of the process, so that equal programs stay equal, and
-    for later processes on the same kind of machine, which begin sooner.
+    for later processes on the same kind of machine, which begin sooner; not for these if the
+    machine was busy with other things.
 
     Args:
         key: what the time depends on, besides the number of threads.
@@ -73,7 +74,8 @@ def fastest(
         if digest not in stored:
             with torch.no_grad():
                 stored[digest] = _fastest(make(), measure, first, expected)
-            _store(stored)
+            if not _is_busy():
+                _store(stored)
         _known[digest] = stored[digest]
     return _known[digest]
 
@@ -97,6 +99,13 @@ def processor() -> str:
         return platform.processor()
     kinds = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def _is_busy() -> bool:
+    """Tell whether so much wants to run that times say little of the machine."""
+    with contextlib.suppress(AttributeError, OSError):  # not every system knows
+        return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
+    return False
 
 
 def _file() -> Path:

@@ -530,6 +530,7 @@ def test_what_is_faster_in_parts_is_taken_unless_it_is_slower(seconds, expected,
 def later_process(monkeypatch, tmp_path):
     """Forgets what this process has measured; what it kept in a file of its own stays."""
     monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(timing.os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
     def forget():
         monkeypatch.setattr(timing, "_known", {})
@@ -550,6 +551,21 @@ def test_a_later_process_measures_nothing_again(later_process, monkeypatch):
     later_process()
     timing.fastest(("a key",), lambda: pytest.fail("is measured"))
     assert list(timing.measured_choices().values()) == ["second"]
+
+
+def test_a_choice_on_a_busy_machine_is_for_this_process_alone(later_process, monkeypatch):
+    """Its times say more of the other work than of the kernels."""
+    monkeypatch.setattr(timing.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, *_: [1.0, 0.5])
+    ways = dict.fromkeys(["first", "second"], int)
+    for load, is_kept in ((6.1, False), (6.0, True)):
+        monkeypatch.setattr(timing.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert timing.fastest((load,), lambda: ways) == "second"
+        assert timing.fastest((load,), lambda: pytest.fail("is measured")) == "second"
+        later_process()
+        measured = []
+        timing.fastest((load,), lambda measured=measured: measured.append(1) or ways)
+        assert len(measured) == (not is_kept)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', "{"])
