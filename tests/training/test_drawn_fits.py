@@ -14,6 +14,8 @@ from ipufit.optim.resolve import class_by_name
 from tests.nets import MLP
 from tests.reference import train
 
+pytestmark = pytest.mark.embedded_only("draws ways to run and bounds that an IPU refuses")
+
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
