@@ -14,7 +14,7 @@ from ipufit.optim.resolve import class_by_name
 from tests.nets import MLP
 from tests.reference import train
 
-pytestmark = pytest.mark.embedded_only("draws ways to run and bounds that an IPU refuses")
+REFUSED = pytest.mark.embedded_only("draws ways to run and bounds that an IPU refuses")
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
@@ -175,12 +175,14 @@ def check(seed):
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(rates)
 
 
+@REFUSED
 @pytest.mark.parametrize("seed", range(8))
 def test_any_settings_equal_a_loop_by_hand(seed):
     """Nets, optimizers, schedules, clipping, averages, plans, tails and ways to run."""
     check(seed)
 
 
+@REFUSED
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8, 200))
 def test_many_more_settings_equal_a_loop_by_hand(seed):
@@ -282,12 +284,14 @@ def walk(seed, folder):
         torch.testing.assert_close(*states, **CLOSE)
 
 
+@REFUSED
 @pytest.mark.parametrize("seed", range(5))
 def test_calls_in_any_order_equal_a_loop_by_hand(seed, tmp_path):
     """Rates, frozen parameters, weights and states change between them."""
     walk(seed, tmp_path)
 
 
+@REFUSED
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(5, 100))
 def test_many_more_calls_equal_a_loop_by_hand(seed, tmp_path):
