@@ -257,7 +257,8 @@ class SwapEMAWeights(Callback):
         self._swap(False)
 
     on_predict_begin = on_test_begin
-    on_train_end = on_predict_end = on_test_end
+    on_predict_end = on_test_end
+    on_train_end = on_test_end
 
     def close(self) -> None:
         """Restore the trained weights, also after an error."""
