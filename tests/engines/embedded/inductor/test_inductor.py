@@ -436,6 +436,8 @@ def test_half_precision_is_described(way, described):
     assert len(described) == 8
 
 
+# Kernels of older torch round numbers themselves, and nothing is compiled with it.
+@pytest.mark.skipif(requirements.loader() is None, reason="needs a torch that compiles")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_rate_is_not_rounded_to_half_precision_before_its_product(dtype):
     """Torch multiplies by the number itself, and a compiler that does not would train slower."""
