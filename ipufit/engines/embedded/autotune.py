@@ -111,9 +111,10 @@ class JitAutotuner:
 
     def _pays(self) -> bool:
         """Say whether the training to come is estimated to save more time than compiling takes."""
-        of_calls = _CALL * self.compiled.operators()
-        saved = self._to_come * min(of_calls, _LARGEST_SHARE * self._seconds)
-        return saved > _SURELY * _COMPILATION
+        least = _SURELY * _COMPILATION
+        is_long = self._to_come * _LARGEST_SHARE * self._seconds > least
+        # Operators of a short run need not be counted after each execution.
+        return is_long and self._to_come * _CALL * self.compiled.operators() > least
 
     def _is_ready(self) -> bool:
         try:
@@ -239,9 +240,9 @@ class _WayByKind(UpdateWay, Generic[OfKind]):
         """Say what may make each update: itself as a whole, or each of its micro-batches."""
         updater, per_update = self._state.updater, self._state.spec.plan.micro_batches_per_update
         kinds = []
-        for update, groups in zip(execution.updates, execution.rows):
+        for update, settings in zip(execution.updates, updater.compiled_as(execution.rows)):
             steps = [recorded for _, recorded in update]
-            merged, settings = execution.merged.get(steps[0]), updater.compiled_as(groups)
+            merged = execution.merged.get(steps[0])
             if settings is not None and steps == [steps[0]] * per_update:
                 of_update = [_Kind(steps[0], settings)]
             elif merged is not None and merged.takes(steps):
@@ -342,8 +343,7 @@ class AutotunedWay(_WayByKind[JitAutotuner]):
                 tuner.after(sum(map(len, execution.updates)) if is_alone else len(kinds))
 
     def _choose(self, kind: _Kind, execution: ExecutionWork, place: int) -> Optional[CompiledPart]:
-        make_trial = functools.partial(self._trial, kind, execution, place)
-        return self._by_kind[kind].choose(make_trial)
+        return self._by_kind[kind].choose(functools.partial(self._trial, kind, execution, place))
 
     def _trial(self, kind: _Kind, execution: ExecutionWork, place: int) -> Trial:
         state, update = self._state, execution.updates[place]

@@ -75,6 +75,7 @@ class _UpdateForm:
         state: the tensors of the state that the rules have, in the order of the blocks.
         kernels: a kernel for each block, where torch has one for all of them.
         run: makes an update, where there are no kernels.
+        compiled_as: what is on if it runs compiled; None where it can't.
     """
 
     rules: Sequence[OptimizerRule]
@@ -82,6 +83,7 @@ class _UpdateForm:
     state: Sequence[Tensor]
     kernels: Sequence[FusedKernel]
     run: Callable[..., List[Tensor]]
+    compiled_as: Optional[Tuple[object, ...]]
 
 
 # The settings of each group in an update, and its form.
@@ -154,9 +156,9 @@ class FlatOptimizer(abc.ABC):
         """The graph of an update; None where it runs without one."""
         return None
 
-    def compiled_as(self, groups: Settings) -> Optional[Tuple[object, ...]]:
-        """Tell what is on in these settings if updates run compiled; None where they can't."""
-        return None
+    def compiled_as(self, rows: Rows) -> Sequence[Optional[Tuple[object, ...]]]:
+        """Tell of each update what is on in its settings if it runs compiled; None if it can't."""
+        return [None] * len(rows)
 
     def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
         """Weight updates like the next one, on copies of weights and state; None where none are."""
@@ -345,7 +347,8 @@ class RuleOptimizer(FlatOptimizer):
         def update(*tensors: Tensor) -> List[Tensor]:
             return apply_rules(blocks, rules, self._finish, tensors)
 
-        form = _UpdateForm(rules, counts, state, kernels, update)
+        on = None if self._finish.group_clips else self.switches(settings, self._compiled_as)
+        form = _UpdateForm(rules, counts, state, kernels, update, on)
         # Of a turn, an optimizer may move nothing.
         if kernels or not blocks:
             return form
@@ -467,9 +470,9 @@ class RuleOptimizer(FlatOptimizer):
         moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
         return list(zip(*(table.unbind() for table in moved)))
 
-    def compiled_as(self, groups: Settings) -> Optional[Tuple[object, ...]]:
-        """Tell what is on in these settings if updates run compiled; None where they can't."""
-        return None if self._finish.group_clips else self.switches(groups, self._compiled_as)
+    def compiled_as(self, rows: Rows) -> Sequence[Optional[Tuple[object, ...]]]:
+        """Tell of each update what is on in its settings if it runs compiled; None if it can't."""
+        return [form.compiled_as for _, form in self._read_rows(rows)[0]]
 
     def rules(self, groups: Settings) -> List[Tuple[str, Dict[str, bool]]]:
         """For each block the name of its rule, and which of the settings are on if compiled."""

@@ -103,8 +103,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
 
         def inputs() -> List[Tensor]:
             """Copy what a run writes into."""
-            values = enumerate(arguments)
-            return [value.clone() if place in changed else value for place, value in values]
+            return [t.clone() if place in changed else t for place, t in enumerate(arguments)]
 
         with free_at_once():
             _compare(ways, inputs, seconds)
