@@ -283,6 +283,7 @@ def _refuse_dtypes(func: torch._ops.OpOverload, args: Sequence[object]) -> None:
         raise RuntimeError(f"{func} needs tensors of the same dtype, but got {names}")
 
 
+_DEVICE = torch.ops.prim.device.default
 _RANDOM_BETWEEN = getattr(torch.ops.aten.random_, "from")
 
 
@@ -296,6 +297,9 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, object]] = None,
     ) -> object:
+        tensor = args[0] if func is _DEVICE else None
+        if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+            return tensor.fake_device
         if _Restored.generator and draws(func, args, kwargs or {}):
             raise capture_error(
                 "random numbers were drawn again after the generator was reset, as "

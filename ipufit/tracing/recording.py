@@ -12,11 +12,11 @@ import functools
 import inspect
 import operator
 from threading import get_ident
-from typing import Any, Callable, Container, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
@@ -31,7 +31,6 @@ _SEGMENT = "ipufit_segment"
 # Tags of operators that look at values, or make a shape of them.
 NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-_DEVICE = torch.ops.prim.device.default
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # Called with what torch is about to follow back, and with None when it has.
@@ -120,6 +119,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         modes = _get_current_dispatch_mode_stack()
         self._tracer: Any = current_tracer() if len(modes) == 2 else None
         self._modes = modes
+        # By call: the type of what it returned, and by what that can be made again.
+        self._results: Dict[object, Tuple[type, bool, List[FakeTensor]]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would put two more calls around each operator, to keep its compiler away.
+        return False
 
     def run(
         self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
@@ -130,9 +136,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func: the operator.
             args, kwargs: of its call.
         """
-        tensor = args[0] if func is _DEVICE else None
-        if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
-            return tensor.fake_device
         optional, tracer = _optional_arguments(func), current_tracer()
         if optional is None or tracer is None or tracer is not self._tracer:
             return func(*args, **kwargs)
@@ -147,10 +150,34 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
         with proxy_tensor.disable_proxy_modes_tracing():
             # What fails leaves nothing in the graph.
-            result = func(*args, **kwargs)
+            result = self._compute(func, args, kwargs)
             node = tracer.graph.create_node("call_function", func, inputs, options, name)
             self._follow(result, node)
         return result
+
+    def _compute(
+        self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Return what an operator returns, for a call like an earlier one without asking torch.
+
+        Most calls in a large model are, since its layers are alike. Torch also keeps what they come
+        to, but it takes half the time of a recording to look for that.
+        """
+        tensors: List[FakeTensor] = []
+        try:
+            forms = _form((*args, *kwargs.values()), tensors)
+        except LookupError:
+            return func(*args, **kwargs)
+        call = (func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs, forms)
+        if call not in self._results:
+            result = func(*args, **kwargs)
+            self._results[call] = (type(result), *_templates(func, result, tensors))
+            return result
+        kind, is_view, templates = self._results[call]
+        if not templates:
+            return func(*args, **kwargs)
+        results = [_fake_like(template, tensors[0], is_view) for template in templates]
+        return kind(results) if kind in (list, tuple) else results[0]
 
     def _argument(self, value: object) -> fx.node.Argument:
         """Return what stands for an argument in the graph.
@@ -185,6 +212,71 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._follow(part, item)
                     values[place] = item.meta["val"]
             node.meta["val"] = tuple(values) if isinstance(result, tuple) else values
+
+
+def _form(value: object, tensors: List[FakeTensor]) -> object:
+    """Return all of an argument that a fake result depends on, and add its tensors to the list.
+
+    Raises:
+        LookupError: it is not plain.
+    """
+    if type(value) is FakeTensor:
+        is_plain = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+        if value.constant is not None or not is_plain:
+            raise LookupError(value)
+        tensors.append(value)
+        layout = (value.shape, value.stride(), value.storage_offset())
+        return (*layout, value.untyped_storage().nbytes(), value.dtype, value.fake_device)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_form(part, tensors) for part in value))
+    if value is None or isinstance(value, (int, float, str, *_KINDS)):
+        return type(value), value
+    raise LookupError(value)
+
+
+def _fake_like(tensor: FakeTensor, source: FakeTensor, is_view: bool) -> FakeTensor:
+    """Make another tensor of the same form, with memory of its own or as a view of a source."""
+    shape, stride, mode = tensor.shape, tensor.stride(), source.fake_mode
+    with in_kernel_invocation_manager(mode):
+        fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+        if is_view:
+            fake.set_(source.untyped_storage(), tensor.storage_offset(), shape, stride)
+    return FakeTensor(mode, fake, tensor.fake_device)
+
+
+def _templates(
+    func: torch._ops.OpOverload, result: object, tensors: Sequence[FakeTensor]
+) -> Tuple[bool, List[FakeTensor]]:
+    """Return by what the results of such calls can be made; nothing where torch has to make them.
+
+    Args:
+        func: the operator.
+        result: what a call returned.
+        tensors: those that were passed.
+
+    Returns:
+        Whether results are views of the first tensor passed, and a template of each.
+    """
+    results = result if isinstance(result, (list, tuple)) else [result]
+    if not tensors or func.namespace != "aten" or func._schema.is_mutable:
+        return False, []
+    is_view, templates = func._schema.arguments[0].alias_info is not None, []
+    memories = [tensor.untyped_storage()._cdata for tensor in tensors]
+    keys = torch._C._dispatch_keys
+    for each in results:
+        if type(each) is not FakeTensor or each.requires_grad:
+            return is_view, []
+        template, memory = _fake_like(each, tensors[0], is_view), each.untyped_storage()._cdata
+        is_elsewhere = memory != memories[0] if is_view else memory in memories
+        try:
+            is_same = _form(template, []) == _form(each, []) and keys(template) == keys(each)
+        except LookupError:
+            is_same = False
+        if is_elsewhere or not is_same:
+            return is_view, []
+        memories.append(memory)
+        templates.append(template)
+    return is_view, templates
 
 
 @functools.lru_cache(maxsize=None)
@@ -282,7 +374,7 @@ def mark_backward_pass(objective: Optional[Tensor] = None) -> Iterator[None]:
 
 
 def autograd_nodes(
-    first: Sequence[Optional[torch.autograd.graph.Node]], passed_over: Container[object] = ()
+    first: Sequence[Optional[torch.autograd.graph.Node]], passed_over: Mapping[object, object] = {}
 ) -> Iterator[torch.autograd.graph.Node]:
     """Yield the nodes of autograd's graph that a backward pass goes through, each once.
 

@@ -64,6 +64,35 @@ def complex_numbers(x, w):
     return [torch.fft.rfft(x).abs() * 2, torch.view_as_real(torch.polar(x, x))]
 
 
+def memory_formats(x, w):
+    """Results whose strides follow those of their arguments, and views of odd forms."""
+    pictures = x.reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    wide = x.expand(2, 4, 6)
+    return [
+        pictures.relu(),
+        (x.t() + 1) * x.t(),
+        wide * 2,
+        x.as_strided((2, 2), (1, 3), 5),
+        x[1:].as_strided((2, 2), (1, 3)),
+        x.diagonal().neg(),
+        *x.t().chunk(2),
+        x.new_empty_strided((2, 3), (1, 4)).zero_(),
+        x.repeat(1, 2).narrow(1, 3, 4),
+    ]
+
+
+def alike_but_for_a_type(x, w):
+    """The same operator with equal numbers of other types, other flags, and another default."""
+    whole = torch.arange(24).reshape(4, 6)
+    results = [whole * 1, whole * 1.0, whole * True, whole.sum(0), whole.sum(0, keepdim=True)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        results += [whole * 1.0, whole / 2]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return [*results, whole / 2, x.sum(dtype=torch.float64), x.double().sum()]
+
+
 def loss_and_gradients(net):
     """A function of pictures and classes over the parameters of a network."""
     names = [name for name, _ in net.named_parameters()]
@@ -77,7 +106,19 @@ def loss_and_gradients(net):
     return step, [*nets.data(4), *(p.detach() for p in net.parameters())]
 
 
-FUNCTIONS = [in_place, several_results, constants, random, indexed, complex_numbers]
+def again(function):
+    """The function as it is, on copies, and on what it may have changed."""
+
+    def three_times(x, w):
+        return [*function(x.clone(), w.clone()), *function(x, w), *function(x, w)]
+
+    return three_times
+
+
+FUNCTIONS = [
+    *(in_place, several_results, constants, random, indexed, complex_numbers),
+    *(memory_formats, alike_but_for_a_type),
+]
 NETS = [nets.MLP, nets.CNN, nets.Transformer, nets.Running]
 
 
@@ -94,19 +135,25 @@ def described(graph):
     ]
 
 
-def known(value):
-    """What a graph knows of a result."""
+def known(value, memories):
+    """What a graph knows of a result, with the number of its memory among those before."""
     if isinstance(value, torch.Tensor):
-        return (type(value), value.shape, value.stride(), value.dtype, value.device)
-    return [*map(known, value)] if isinstance(value, (list, tuple)) else value
+        storage = value.untyped_storage()
+        memory = memories.setdefault(storage._cdata, len(memories))
+        place = (memory, storage.nbytes(), value.storage_offset())
+        return (type(value), value.shape, value.stride(), *place, value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return [known(each, memories) for each in value]
+    return value
 
 
 def assert_alike(graph, expected):
     """Two graphs have the same operators, and know the same of results; old torch knows less."""
     assert described(graph) == described(expected)
+    own, others = {}, {}
     for node, other in zip(graph.graph.nodes, expected.graph.nodes):
         if "val" in other.meta:
-            assert known(node.meta["val"]) == known(other.meta["val"]), node
+            assert known(node.meta["val"], own) == known(other.meta["val"], others), node
 
 
 def by_torchs(thread, torchs, *given, **named):
@@ -138,6 +185,33 @@ def direct(monkeypatch):
 
     monkeypatch.setattr(recording.OpRecorder, "_follow", note)
     return names
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Results that were made without asking torch."""
+    results, fake_like, templates = [], recording._fake_like, recording._templates
+
+    def make(*arguments):
+        results.append(fake_like(*arguments))
+        return results[-1]
+
+    def first(*arguments):
+        before = len(results)
+        found = templates(*arguments)
+        del results[before:]
+        return found
+
+    monkeypatch.setattr(recording, "_fake_like", make)
+    monkeypatch.setattr(recording, "_templates", first)
+    return results
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_repeated_calls_have_the_results_that_torch_works_out(function, by_torch, repeated):
+    graph = capture(again(function), [X, W])
+    assert len(repeated) >= 3
+    assert_alike(graph, by_torch(again(function), [X, W]))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
