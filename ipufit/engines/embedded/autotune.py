@@ -219,19 +219,18 @@ class _WayByKind(UpdateWay, Generic[OfKind]):
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates, those of each kind in the way that is chosen for it."""
         kinds = self._kinds_of(execution)
+        pairs = [(kind, place) for place, several in enumerate(kinds) for kind in several]
         places: Dict[_Kind, int] = {}
-        for place, several in enumerate(kinds):
-            for kind in several:
-                places.setdefault(kind, place)
+        for kind, place in pairs:
+            places.setdefault(kind, place)
         for kind, place in places.items():
             if kind not in self._by_kind:
                 self._start(kind, execution, place)
         ways = {kind: self._choose(kind, execution, place) for kind, place in places.items()}
-        for place, several in enumerate(kinds):
-            for kind in several:
-                way = ways[kind]
-                if way is not None:
-                    way.use(execution, place)
+        for kind, place in pairs:
+            way = ways[kind]
+            if way is not None:
+                way.use(execution, place)
         result = self._runner.run(execution)
         self._look_back(execution, kinds)
         return result

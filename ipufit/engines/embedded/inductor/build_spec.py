@@ -209,20 +209,18 @@ def _code(
     if by_channels and cpu_kernels.to_channels_last(copied):
         cpu_kernels.restore_outputs(copied)
     constants: Dict[str, Tensor] = {}
-    inputs = [node for node in copied.nodes if node.op == "placeholder"]
+    lifted: Dict[str, fx.Node] = {}
+    *_, last = (node for node in copied.nodes if node.op == "placeholder")
     for node in list(copied.nodes):
-        if node.op == "get_attr":
+        if node.op != "get_attr":
+            continue
+        if node.target not in lifted:
             # What the recording holds is an input of the other process.
             constants[node.target] = getattr(graph, node.target)
-    lifted: Dict[str, fx.Node] = {}
-    last = inputs[-1]
-    for name in constants:
-        with copied.inserting_after(last):
-            last = lifted[name] = copied.placeholder(f"constant_{len(lifted)}")
-    for node in list(copied.nodes):
-        if node.op == "get_attr":
-            node.replace_all_uses_with(lifted[node.target])
-            copied.erase_node(node)
+            with copied.inserting_after(last):
+                last = lifted[node.target] = copied.placeholder(f"constant_{len(lifted)}")
+        node.replace_all_uses_with(lifted[node.target])
+        copied.erase_node(node)
     (output,) = (node for node in copied.nodes if node.op == "output")
     results = list(output.args[0])
     first = len(results) - gradients

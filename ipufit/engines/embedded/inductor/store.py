@@ -113,7 +113,7 @@ class LibraryStore:
     def scratch(self) -> Path:
         """A directory for what compilers keep between two runs, such as translated headers."""
         place = self._root / _SCRATCH
-        if sum(_size(path) for path in place.rglob("*")) > _LARGEST_SCRATCH:
+        if sum(_status(path)[0] for path in place.rglob("*")) > _LARGEST_SCRATCH:
             shutil.rmtree(place, ignore_errors=True)
         place.mkdir(mode=0o700, exist_ok=True)
         return place
@@ -148,23 +148,20 @@ class LibraryStore:
 
     def _entries(self) -> List[Tuple[Path, Dict[str, Any]]]:
         """All that are whole, the most recently used first."""
-        entries = []
-        for entry in self._root.iterdir():
-            described = _description(entry)
-            if described is not None:
-                entries.append((entry, described))
-        return sorted(entries, key=lambda each: -_used(each[0]))
+        described = [(entry, _description(entry)) for entry in self._root.iterdir()]
+        entries = [(entry, each) for entry, each in described if each is not None]
+        return sorted(entries, key=lambda each: -_status(each[0])[1])
 
     def _make_room(self, newest: Path) -> None:
         total = 0
         for entry, _ in self._entries():
-            total += _size(entry / LIBRARY)
+            total += _status(entry / LIBRARY)[0]
             if total > _LARGEST and entry != newest:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _sweep(self) -> None:
         for place in self._root.glob("making-*"):
-            if time.time() - _used(place) > _ABANDONED:
+            if time.time() - _status(place)[1] > _ABANDONED:
                 shutil.rmtree(place, ignore_errors=True)
 
 
@@ -198,16 +195,12 @@ def _digest(entry: Path) -> str:
     return digest.hexdigest()
 
 
-def _size(path: Path) -> int:
+def _status(path: Path) -> Tuple[int, float]:
+    """Return size in bytes and time of the last use; zeros where nothing is there."""
     with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
-def _used(entry: Path) -> float:
-    with contextlib.suppress(OSError):
-        return entry.stat().st_mtime
-    return 0.0
+        status = path.stat()
+        return status.st_size, status.st_mtime
+    return 0, 0.0
 
 
 # What a part is called; those of long texts are known by a digest that tells nobody anything.

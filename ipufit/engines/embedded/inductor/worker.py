@@ -23,6 +23,10 @@ from ipufit.engines.embedded.passes.simplify import value_of
 from ipufit.tracing import recurrent
 
 _HALVES = (torch.float16, torch.bfloat16)
+# Operators that torch computes in float32 on half precision, and TorchInductor otherwise: always,
+# with a wider tensor of one number, and with numbers.
+_ROUNDED_ONCE = ("addcdiv", "addcmul", "lerp", "mish_backward", "silu_backward")
+_PRODUCTS, _SUMS = ("div", "mul"), ("add", "rsub", "sub")
 REQUEST, ERROR = "request.json", "error.txt"
 _NICENESS = 10
 # Half precision is rounded after each operator, as where they run one by one.
@@ -64,7 +68,7 @@ def _compile(text: str, place: Path) -> None:
     examples = request.examples()
     with torch.no_grad():
         graph = make_fx(UpdateFunction(request.form), tracing_mode="fake")(*examples)
-        _keep_numbers(graph.graph)
+        _round_as_torch(graph.graph)
         options = _options(request.form.recomputes, graph)
         options["aot_inductor.output_path"] = str(place)
         compiled = Path(str(torch._inductor.aot_compile(graph, tuple(examples), options=options)))
@@ -84,30 +88,41 @@ def _options(recomputes: bool, graph: torch.fx.GraphModule) -> Dict[str, object]
     return {name: on for name, on in options.items() if hasattr(torch._inductor.config, name)}
 
 
-def _keep_numbers(graph: torch.fx.Graph) -> None:
-    """Have tensors in half precision be multiplied with numbers, such as rates, as torch does it.
+def _round_as_torch(graph: torch.fx.Graph) -> None:
+    """Have operators on half precision compute in float32 and round once, as torch does it.
 
-    TorchInductor rounds a tensor of one number to half precision before, torch only the product.
+    TorchInductor rounds a tensor of one number, such as a rate, before a product; makes several
+    operators of some, and rounds after each; and lets others read what is not rounded yet. To add
+    or subtract, torch rounds numbers, but not their product.
 
     Args:
         graph: is changed.
     """
-    aten = torch.ops.aten
-    operators = {aten.mul_.Tensor: aten.mul.Tensor, aten.div_.Tensor: aten.div.Tensor}
+    aten, cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
     for node in list(graph.nodes):
-        if node.target not in (*operators, *operators.values()):
+        value, inputs = value_of(node), node.all_input_nodes
+        if value is None or value.dtype not in _HALVES or not str(node.target).startswith("aten."):
             continue
-        left, right = (value_of(each) for each in node.args)
-        if left is None or left.dtype not in _HALVES:
+        _, name, overload = str(node.target).split(".")
+        kind, numbers = name.rstrip("_"), [*node.args[1:], *node.kwargs.values()]
+        is_sum = kind in _SUMS and any(isinstance(each, (int, float)) for each in numbers)
+        is_product = kind in _PRODUCTS and any(
+            e.meta["val"].dtype != value.dtype for e in inputs[1:]
+        )
+        if kind not in _ROUNDED_ONCE and not is_sum and not is_product:
             continue
-        if right is None or right.dim() or right.dtype in _HALVES:
-            continue
+
+        def widen(each: torch.fx.node.Argument) -> torch.fx.node.Argument:
+            if isinstance(each, torch.fx.Node):
+                return graph.call_function(cast, (each, torch.float32))
+            # Called before the loop goes on.
+            return torch.tensor(each, dtype=value.dtype).item() if is_sum else each  # noqa: B023
+
         with graph.inserting_before(node):
-            cast = torch.ops.prims.convert_element_type.default
-            wide = [graph.call_function(cast, (each, torch.float32)) for each in node.args]
-            product = graph.call_function(operators.get(node.target, node.target), tuple(wide))
-            result = graph.call_function(cast, (product, left.dtype))
-            if node.target in operators:
+            args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), widen)
+            wide = graph.call_function(getattr(getattr(aten, kind), overload), args, kwargs)
+            result = graph.call_function(cast, (wide, value.dtype))
+            if name != kind:
                 result = graph.call_function(aten.copy_.default, (node.args[0], result))
         node.replace_all_uses_with(result)
         graph.erase_node(node)

@@ -439,22 +439,42 @@ def test_half_precision_is_described(way, described):
 # Kernels of older torch round numbers themselves, and nothing is compiled with it.
 @pytest.mark.skipif(requirements.loader() is None, reason="needs a torch that compiles")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_rate_is_not_rounded_to_half_precision_before_its_product(dtype):
-    """Torch multiplies by the number itself, and a compiler that does not would train slower."""
-    tensor, rate = torch.linspace(-3, 3, 50).to(dtype), torch.tensor(0.0501)
+def test_half_precision_is_rounded_once_where_torch_does_it(dtype):
+    """Numbers, too, as torch does it: a compiler that does not would train slower, or otherwise."""
+    tensor, rate = torch.linspace(-3, 3, 64).to(dtype), torch.tensor(0.0501)
+    other, half_rate = tensor.flip(0).contiguous(), rate.to(dtype)
 
-    def update(p, c):
-        return [p * c, p / c, p.clone().mul_(c), p.clone().div_(c), c * p, p + c]
+    def update(p, q, c, h):
+        products = [p * c, p / c, p.clone().mul_(c), p.clone().div_(c)]
+        sums = [p.add(q, alpha=0.3), p.clone().sub_(q, alpha=0.3), torch.rsub(p, q, alpha=0.3)]
+        moved = [p.lerp(q, 0.1), p.clone().lerp_(q, h), p.addcmul(q, p, value=0.3)]
+        return [*products, *sums, *moved, p + 0.0501, p.addcdiv(q, p.abs())]
 
-    graph = make_fx(update, tracing_mode="fake")(tensor, rate)
-    worker._keep_numbers(graph.graph)
+    inputs = tensor, other, rate, half_rate
+    graph = make_fx(update, tracing_mode="fake")(*inputs)
+    worker._round_as_torch(graph.graph)
     graph.recompile()
-    for one, other in zip(graph(tensor, rate), update(tensor, rate)):
+    for one, expected in zip(graph(*inputs), update(*inputs)):
         assert one.dtype == dtype
-        assert torch.equal(one, other)
+        assert torch.equal(one, expected)
+    products, sums, moved = 4 * 3, 3 * 3 + 2, 3 + 4 + 4 + 4
     names = [str(node.target) for node in graph.graph.nodes]
-    assert names.count("prims.convert_element_type.default") == 3 * 4
+    assert names.count("prims.convert_element_type.default") == products + sums + moved
     assert not {"aten.mul_.Tensor", "aten.div_.Tensor"} & set(names)
+
+
+@pytest.mark.skipif(requirements.loader() is None, reason="needs a torch that compiles")
+def test_what_is_rounded_alike_anyway_stays():
+    """Sums without numbers, products of halves, and all of float32."""
+
+    def update(p, q, c, f):
+        return [p + q, p * q, p + c, c * p, f * c, f.lerp(f, 0.1), f.add(f, alpha=0.3)]
+
+    half = torch.ones(4, dtype=torch.bfloat16)
+    graph = make_fx(update, tracing_mode="fake")(half, half, torch.tensor(0.1), torch.ones(4))
+    before = [node.target for node in graph.graph.nodes]
+    worker._round_as_torch(graph.graph)
+    assert [node.target for node in graph.graph.nodes] == before
 
 
 class OwnSGD(torch.optim.SGD):

@@ -174,14 +174,15 @@ def squares(output, target):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("half", [torch.bfloat16, pytest.param(torch.float16, marks=needs_half)])
-def test_compiled_nets_in_half_precision_have_the_bits_of_the_graph(half, cached):
+def test_compiled_nets_in_half_precision_have_the_bits_of_the_graph(half, optimizer, cached):
     """Of a loss without a softmax, whose kernel of torch's rounds in between."""
     x, y = data(24)
     nets = []
     for jit in ("graph", "inductor"):
         torch.manual_seed(0)
-        model, engine = embedded(MLP().to(half), OPTIMIZERS["sgd"], squares, jit=jit)
+        model, engine = embedded(MLP().to(half), OPTIMIZERS[optimizer], squares, jit=jit)
         fit(model, x.to(half), y, Plan(4, 2))
         nets.append(model.module)
     assert engine.training.way.jit == "inductor"
