@@ -53,7 +53,7 @@ def python_of(group, name):
     if not python.exists():
         subprocess.run([f"python{environment.python}", "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        first = [TORCH[environment.python], "setuptools<81", "wheel"]
+        first = [TORCH[environment.python], "setuptools<81", "setuptools-scm<9", "wheel"]
         try:
             subprocess.run([*install, *first, "-e", str(ROOT), "pytest"], check=True)
             # What comes as source and needs torch to be built finds the one that is there.
