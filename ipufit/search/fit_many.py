@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch.utils.data import Dataset, TensorDataset
 
@@ -31,6 +32,7 @@ from ipufit.training.fit_data import FitRequest
 from ipufit.training.model import Model
 from ipufit.utils import tree
 from ipufit.utils.console import resolve_verbose, say, warn_user
+from ipufit.utils.interrupts import summarized_interrupt
 from ipufit.utils.random_streams import Seeds, draw_seed
 
 # Updates of an execution where nobody says, and elements of their samples: results are the same
@@ -113,7 +115,9 @@ def fit_many(
     come in its own order, and its random numbers, optimizer and history are its own. Models of one
     structure train as one model, whose parameters have a row for each of them; seeds, numbers of
     the optimizer (rates, decays, momenta) and rates of ``torch.nn.Dropout`` may differ. Others
-    train one after another, with a warning that says why. See docs/finding-settings.md.
+    train one after another, with a warning that says why. Ctrl-C, or an error during training,
+    has the models that have finished an epoch in its attribute ``results``. See
+    docs/finding-settings.md.
 
     Args:
         build: makes a compiled model of a setting, whose values it gets by name.
@@ -155,18 +159,35 @@ def fit_many(
         results[0].model.fit(x, y, **options)  # says what was meant
     options.update(x=x, y=y, device_iterations=device_iterations)
     level = resolve_verbose(verbose)
-    alone = fit_alike(results, options, bool(level))
-    for reason in dict.fromkeys(reason for _, reason in alone) if len(results) > 1 else ():
-        places = [str(results.index(result)) for result, why in alone if why == reason]
-        warn_user(
-            f"{len(places)} of {len(results)} models train one after another (number "
-            f"{', '.join(places)}): {reason}."
-        )
-    for result, _ in alone:
-        _fit_alone(result, options)
-        if level:
-            say(str(result))
+    with _keeping_results(results):
+        alone = fit_alike(results, options, bool(level))
+        for reason in dict.fromkeys(reason for _, reason in alone) if len(results) > 1 else ():
+            places = [str(results.index(result)) for result, why in alone if why == reason]
+            warn_user(
+                f"{len(places)} of {len(results)} models train one after another (number "
+                f"{', '.join(places)}): {reason}."
+            )
+        for result, _ in alone:
+            _fit_alone(result, options)
+            if level:
+                say(str(result))
     return results
+
+
+@contextlib.contextmanager
+def _keeping_results(results: FitResults) -> Iterator[None]:
+    """Give Ctrl-C or an error that leaves the block the models that have finished an epoch."""
+    with summarized_interrupt(str):
+        try:
+            yield
+        except BaseException as error:
+            kept = FitResults(result for result in results if result.model.history.epoch)
+            vars(error)["results"] = kept
+            if isinstance(error, KeyboardInterrupt):
+                # What fit says is about one model, or about all those of a program as one.
+                lines = [f"{len(kept)} of {len(results)} models have finished an epoch", *kept]
+                error.args = ("Ctrl-C ends fit_many; " + "\n".join(map(str, lines)),)
+            raise
 
 
 def fit_alike(

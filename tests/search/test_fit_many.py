@@ -19,7 +19,7 @@ from ipufit.errors import (
     NotCompiledError,
     UnknownArgumentError,
 )
-from ipufit.search import stacked
+from ipufit.search import fit_many, stacked
 from tests.nets import CNN, MLP, Transformer
 
 # Summed in another order.
@@ -675,6 +675,61 @@ def test_the_results_are_a_table(capsys):
     assert about["directions"]["val_accuracy"] == "max"
     assert about["metrics"] == ["loss", "accuracy", "val_loss", "val_accuracy"]
     assert results[1].model.history.best_epoch("val_loss") in (0, 1)
+
+
+class Ending(Dataset):
+    """Ends training with an error when a sample is read for the last time."""
+
+    def __init__(self, error, reads):
+        self.error, self.reads, self.samples = error, reads, [*zip(*data(8))]
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.reads -= 1
+        if self.reads < 0:
+            raise self.error
+        return self.samples[index]
+
+
+def test_ctrl_c_keeps_models_that_train_one_after_another():
+    """Hours may be in them; a program that does not catch the interrupt prints what it has."""
+    grid = {"lr": [0.01, 0.02, 0.03]}
+    reads = 8 * 3 + 4  # two epochs of the first model, and one of the second
+    with pytest.warns(UserWarning, match="3 of 3 models"), pytest.raises(KeyboardInterrupt) as end:
+        ipufit.fit_many(build, grid, Ending(KeyboardInterrupt(), reads), epochs=2, verbose=0)
+    results = end.value.results
+    assert [each.setting for each in results] == [{"lr": 0.01}, {"lr": 0.02}]
+    assert [each.model.history.epoch for each in results] == [[0, 1], [0]]
+    assert results.best("loss") in results
+    text = f"Ctrl-C ends fit_many; 2 of 3 models have finished an epoch\n{results}"
+    assert str(end.value) == text
+
+
+def test_ctrl_c_keeps_models_that_train_as_one(monkeypatch):
+    """Those of another structure have not begun."""
+    x, y = data()
+
+    def press(line):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit_many, "say", press)
+    grid = {"lr": [0.01, 0.02], "net": [MLP, CNN]}
+    with pytest.raises(KeyboardInterrupt, match="; 2 of 4 models have finished an epoch\n") as end:
+        ipufit.fit_many(build, grid, x, y, epochs=3, seed=0, verbose=2)
+    results = end.value.results
+    assert [each.setting for each in results] == [{"lr": lr, "net": MLP} for lr in (0.01, 0.02)]
+    check(results, [each.setting for each in results], x, y)
+
+
+def test_an_error_keeps_models_that_were_trained():
+    """What one model can't do takes nothing from those before it."""
+    with pytest.warns(UserWarning, match="2 of 2 models"), pytest.raises(DataError) as end:
+        ipufit.fit_many(
+            build, {"lr": [0.01, 0.02]}, Ending(OSError("no such file"), 8 + 6), verbose=0
+        )
+    assert [each.setting for each in end.value.results] == [{"lr": 0.01}]
 
 
 def test_best_of_nothing_known_says_what_there_is():
