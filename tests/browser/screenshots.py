@@ -27,12 +27,13 @@ def take(browser, name, first, last, width, dark):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
     height = browser.execute_script("return document.documentElement.scrollHeight")
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     # The pictures follow the width.
     wait_for(
         browser,
-        "return Array.from(document.querySelectorAll('.plot'))"
+        "return document.documentElement.clientWidth === innerWidth"
+        " && Array.from(document.querySelectorAll('.plot'))"
         ".every((plot) => plot.layout && plot.layout.width === plot.clientWidth)",
     )
     top, bottom = browser.execute_script(
