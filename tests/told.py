@@ -41,6 +41,6 @@ def message(call, *arguments, kind=ConfigurationError, **options):
     return str(caught.value)
 
 
-def refused(call, text):
-    """The call raises a ConfigurationError with exactly this text."""
-    assert message(call) == text
+def refused(call, text, kind=ConfigurationError):
+    """The call raises an error of this kind with exactly this text."""
+    assert message(call, kind=kind) == text

@@ -17,6 +17,7 @@ from tests.engines import CONFIGURATION_MARKS, EAGER_OR_NOT, but, own_step
 from tests.faulty import Net, assert_clean, assert_same_bits, batches, compiled, fit, loader, state
 from tests.nets import MLP, data
 from tests.reference import train
+from tests.told import message
 
 # Drawing draws numbers that nothing depends on, and it is warned of them.
 pytestmark = pytest.mark.filterwarnings("ignore:a random number is drawn from:UserWarning")
@@ -290,9 +291,7 @@ def test_a_schedule_at_zero_does_not_hide_the_ratios():
 def test_data_that_can_be_read_once_is_refused():
     """The search would use it up."""
     model = compiled()
-    with pytest.raises(DataError) as caught:
-        model.find_lr(iter(batches(3)))
-    assert str(caught.value) == (
+    assert message(model.find_lr, iter(batches(3)), kind=DataError) == (
         "training data must be readable again after a search, got a list_iterator, which can be "
         "read only once. Pass a DataLoader or another object whose __iter__ starts again."
     )
@@ -349,9 +348,7 @@ def test_a_search_needs_an_optimizer_and_its_own_time(name):
     x, y = batches(1, 16)[0]
     arguments = {"effective_batch_size": 8} if name == "find_batch_size" else {}
     model = compiled(optimizer=None)
-    with pytest.raises(ConfigurationError) as caught:
-        getattr(model, name)(x, y, **arguments)
-    assert str(caught.value) == (
+    assert message(getattr(model, name), x, y, **arguments) == (
         f"{name} needs an optimizer, but compile got none, which only evaluates and predicts. Call "
         "compile with one, such as optimizer='adam'."
     )
@@ -359,9 +356,7 @@ def test_a_search_needs_an_optimizer_and_its_own_time(name):
     inside = ipufit.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: getattr(model, name)(x, y, **arguments)
     )
-    with pytest.raises(ConfigurationError) as caught:
-        fit(model, callbacks=[inside])
-    assert str(caught.value) == (
+    assert message(fit, model, callbacks=[inside]) == (
         f"{name} was called inside fit, from a callback or the data. Call it after fit has "
         "returned."
     )
@@ -462,9 +457,7 @@ def test_a_search_for_a_size_that_cannot_work_is_refused(text):
 def test_a_loader_has_its_own_batch_size():
     """So there is nothing to look for."""
     model = compiled()
-    with pytest.raises(ConfigurationError) as caught:
-        model.find_batch_size(loader(), effective_batch_size=8)
-    assert str(caught.value) == (
+    assert message(model.find_batch_size, loader(), effective_batch_size=8) == (
         "find_batch_size needs samples, but the training data already comes in batches, from a "
         "DataLoader. Pass tensors, arrays or the dataset."
     )

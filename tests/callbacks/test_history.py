@@ -12,6 +12,7 @@ import ipufit
 from ipufit import History
 from ipufit.callbacks.history import direction_of
 from ipufit.errors import ConfigurationError
+from tests.told import message
 
 NAN = math.nan
 
@@ -130,9 +131,7 @@ def test_a_fit_survives_json():
 def test_params_that_json_lacks_are_refused(tmp_path):
     history = every_second()
     history.params["net"] = object
-    with pytest.raises(ConfigurationError) as caught:
-        history.to_json(tmp_path / "history.json")
-    assert str(caught.value) == (
+    assert message(history.to_json, tmp_path / "history.json") == (
         "History.params must hold only JSON values (finite numbers, strings, lists, dicts, "
         "None), but Object of type type is not JSON serializable. Remove that entry, or convert "
         "it to a string."
@@ -149,16 +148,12 @@ def test_what_is_no_history_is_refused(tmp_path):
     )
     path = tmp_path / "x.json"
     path.write_text("[]")
-    with pytest.raises(ConfigurationError) as caught:
-        History.from_json(path)
-    assert str(caught.value) == (
+    assert message(History.from_json, path) == (
         f"from_json needs the output of History.to_json, got something else in {str(path)!r} "
         "(TypeError: list indices must be integers or slices, not str). Write it with "
         "history.to_json(path)."
     )
-    with pytest.raises(ConfigurationError) as caught:
-        History.from_json("nowhere.json")
-    assert str(caught.value) == (
+    assert message(History.from_json, "nowhere.json") == (
         "from_json needs a file that to_json wrote, or its text, but [Errno 2] No such file or "
         "directory: 'nowhere.json'. Check the path."
     )
@@ -181,9 +176,7 @@ def test_dataframe_has_a_row_per_epoch():
 
 def test_dataframe_without_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigurationError) as caught:
-        every_second().to_dataframe()
-    assert str(caught.value) == (
+    assert message(every_second().to_dataframe) == (
         "History.to_dataframe needs pandas, which is not installed. Run: pip install ipufit[pandas]"
     )
 
@@ -223,9 +216,7 @@ def test_best_epoch_needs_a_value_and_a_direction():
             "another value.",
         ),
     ]:
-        with pytest.raises(ConfigurationError) as caught:
-            history.best_epoch(*arguments)
-        assert str(caught.value) == text
+        assert message(history.best_epoch, *arguments) == text
     assert history.best_epoch("widgets", "max") == 2
     with pytest.raises(ConfigurationError, match="It has none yet"):
         History().best_epoch()
@@ -408,15 +399,11 @@ def test_metrics_chooses_panels_in_order():
     history = curves(4)
     assert list(panels(history.plot(metrics=["accuracy", "loss"]))) == ["accuracy", "loss"]
     assert list(panels(history.plot(metrics="accuracy"))) == ["accuracy"]
-    with pytest.raises(ConfigurationError) as caught:
-        history.plot(metrics=["loss", "val_loss"])
-    assert str(caught.value) == (
+    assert message(history.plot, metrics=["loss", "val_loss"]) == (
         "metrics must be names of the history without 'val_', got 'val_loss'. It has loss, "
         "accuracy."
     )
-    with pytest.raises(ConfigurationError) as caught:
-        history.plot(metrics=[])
-    assert str(caught.value) == (
+    assert message(history.plot, metrics=[]) == (
         "metrics must name at least one value, got none. Leave it out to draw all."
     )
 
@@ -440,9 +427,7 @@ def test_many_panels_wrap_into_rows(count, columns, shape):
 @needs_matplotlib
 @pytest.mark.parametrize("columns", [0, -1, 1.5, True, "2"])
 def test_columns_must_be_a_count(columns):
-    with pytest.raises(ConfigurationError) as caught:
-        curves(2).plot(columns=columns)
-    assert str(caught.value) == (
+    assert message(curves(2).plot, columns=columns) == (
         f"columns must be an integer of at least 1, got {columns!r}. Leave it out to let the "
         "number of panels decide."
     )
@@ -500,9 +485,7 @@ def test_a_notebook_shows_the_last_and_the_best_epochs():
 def test_a_value_that_is_no_number_is_refused_by_name():
     """A callback may write into the logs of an epoch, and what it writes goes into History."""
     history = ipufit.History()
-    with pytest.raises(ConfigurationError) as caught:
-        history.append(0, {"loss": 1.0, "note": "good"})
-    assert str(caught.value) == (
+    assert message(history.append, 0, {"loss": 1.0, "note": "good"}) == (
         "values of an epoch must be numbers, but 'note' in logs is a str. Keep it in the "
         "callback itself, or log a number."
     )

@@ -9,6 +9,7 @@ from ipufit.checkpoint import Files, Store, name_of
 from ipufit.errors import CheckpointError
 from tests.checkpoint.written import assert_whole, newest, written
 from tests.processes.launching import run_copies
+from tests.told import message
 
 pytestmark = pytest.mark.both_engines
 
@@ -224,9 +225,7 @@ def test_a_name_that_may_not_last_is_taken_back(tmp_path):
     """The error says that there is no checkpoint, so there must be none."""
     folder = prepared(tmp_path / "runs")
     error = OSError(errno.EIO, os.strerror(errno.EIO))
-    with pytest.raises(CheckpointError) as caught:
-        written(Store(folder, Faulty(7, error)), 3)
-    assert str(caught.value) == (
+    assert message(written, Store(folder, Faulty(7, error)), 3, kind=CheckpointError) == (
         f"a checkpoint must be written completely, but {name_of(3)!r} can't be written to "
         f"{str(folder)!r}: Input/output error. Free some space or choose another folder; earlier "
         "checkpoints are intact."
@@ -238,9 +237,7 @@ def test_a_checkpoint_that_can_not_be_removed_is_told(tmp_path):
     """Else a disk fills up silently."""
     folder = prepared(tmp_path / "runs")
     error = OSError(errno.EACCES, os.strerror(errno.EACCES))
-    with pytest.raises(CheckpointError) as caught:
-        Store(folder, Faulty(0, error)).rotate(1)
-    assert str(caught.value) == (
+    assert message(Store(folder, Faulty(0, error)).rotate, 1, kind=CheckpointError) == (
         f"the checkpoint {name_of(1)!r} in {str(folder)!r} can't be removed: Permission denied. "
         "Remove its folder yourself."
     )

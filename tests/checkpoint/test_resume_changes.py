@@ -16,7 +16,7 @@ from ipufit.testing import inject
 from tests.checkpoint.test_resume import RESUMING, resuming
 from tests.engines import clips_apart, has_no_autocast, keeps_averages, runs_eagerly, weighs_classes
 from tests.nets import data
-from tests.told import refused
+from tests.told import message, refused
 
 X, Y = data(20)
 OTHER_X = X + 1
@@ -160,9 +160,7 @@ def begun(tmp_path_factory):
 
 def lines_refused(folder, name, change, line):
     """What a run with the change is told that differs, line by line, and their names."""
-    with pytest.raises(CheckpointError) as told:
-        run(folder, 3, made(change))
-    head, *lines, advice = str(told.value).split("\n")
+    head, *lines, advice = message(run, folder, 3, made(change), kind=CheckpointError).split("\n")
     assert head == (
         "the checkpoint 'update-000000010-epoch' must match the run that continues, but they "
         "differ:"
@@ -344,9 +342,7 @@ def test_what_belongs_to_an_epoch_changes_between_two(tmp_path):
         run(checkpoint, 2, callbacks=[Ends()])
     names = {"callbacks", "metrics", "data"}
     change = {"metrics": ["accuracy"], "x": OTHER_X}
-    with pytest.raises(CheckpointError) as told:
-        run(checkpoint, 2, change, resume_changes=names)
-    assert str(told.value) == (
+    assert message(run, checkpoint, 2, change, resume_changes=names, kind=CheckpointError) == (
         "the checkpoint 'update-000000003' must match the run that continues, but they "
         "differ:\n  data: it can change at the end of an epoch, not within one\n  metrics: it "
         "can change at the end of an epoch, not within one\nPass the same model, data and "

@@ -1,24 +1,21 @@
 """What tests of checkpoints share: a training of known state, and how it is compared."""
 
+import functools
 import json
 import os
 import struct
 
-import pytest
 import torch
 
 from ipufit.checkpoint import Store, decode, encode, name_of
 from ipufit.errors import CheckpointError
+from tests import told
 
 ONE = "update-000000001"
 TWO = "update-000000002"
 
 
-def refused(call, text):
-    """The call raises a CheckpointError with exactly this text."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    assert str(caught.value) == text
+refused = functools.partial(told.refused, kind=CheckpointError)
 
 
 def same(one, other):

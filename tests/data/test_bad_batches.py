@@ -31,6 +31,7 @@ from tests.faulty import (
     refused,
     state,
 )
+from tests.told import message
 
 X, Y = batches(1, 8)[0]
 FORM = "a batch must be (inputs, target) or (inputs, target, sample_weight)"
@@ -253,9 +254,7 @@ def views(items):
 def test_more_rows_than_a_loader_picks_samples_are_told_of_its_batch_size():
     """No batch came before that the first one could be larger than; the cure does."""
     pairs = DataLoader(TensorDataset(torch.rand(6, 4), torch.rand(6, 3)), 4, collate_fn=views)
-    with pytest.raises(DataError) as caught:
-        fit(compiled(), pairs)
-    assert str(caught.value) == (
+    assert message(fit, compiled(), pairs, kind=DataError) == (
         "training data, batch 0: a batch may have at most as many samples as the DataLoader's "
         "batch_size, 4, got 8. If collate_fn makes several rows from one sample, let it put "
         "them along another dimension, or pass your own object whose __iter__ reads the "
@@ -436,9 +435,7 @@ def test_a_batch_that_forward_does_not_take_is_refused(loss, batch, text):
     """Python's own error counts self and does not say where the arguments come from."""
     model = ipufit.Model(Named())
     model.compile("sgd", loss)
-    with pytest.raises(DataError) as caught:
-        fit(model, [batch])
-    assert str(caught.value) == text
+    assert message(fit, model, [batch], kind=DataError) == text
     assert_clean(model)
 
 

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.core.batch import MicroBatch
-from ipufit.errors import ConfigurationError, DataError, MetricError
+from ipufit.errors import DataError, MetricError
 from tests.engines import EAGER_OR_NOT
 from tests.fitting import assert_equal, skipping_refusals
+from tests.told import message
 
 SAMPLES = 22
 GENERATOR = torch.Generator().manual_seed(0)
@@ -389,9 +390,7 @@ def test_names_that_match_nothing_are_refused_before_any_work(net, options, text
     model = made(net(), **options)
     before = copy.deepcopy(model.module)
     for method, role in ((model.fit, "training data"), (model.evaluate, "evaluation data")):
-        with pytest.raises(DataError) as caught:
-            method([FIELDS], verbose=0)
-        assert str(caught.value) == f"{role}, batch 0: {text}"
+        assert message(method, [FIELDS], verbose=0, kind=DataError) == f"{role}, batch 0: {text}"
     assert_equal(model.module, before)
 
 
@@ -444,9 +443,7 @@ def test_a_field_that_is_nearly_a_parameter_is_no_field_beside():
     ],
 )
 def test_what_is_no_name_is_refused_by_compile(loss, options, text):
-    with pytest.raises(ConfigurationError) as caught:
-        made(loss=loss, **options)
-    assert str(caught.value) == text
+    assert message(made, loss=loss, **options) == text
 
 
 def test_a_metric_that_takes_what_no_batch_has_is_refused_before_any_work():
@@ -459,6 +456,4 @@ def test_a_metric_that_takes_what_no_batch_has_is_refused_before_any_work():
         "'image'. Rename the parameter to one of these, or give it a default; a batch has fields "
         "if it is a dict."
     )
-    with pytest.raises(MetricError) as caught:
-        fitted(model, loader())
-    assert str(caught.value) == text
+    assert message(fitted, model, loader(), kind=MetricError) == text

@@ -15,6 +15,7 @@ from ipufit.data import LengthBuckets
 from ipufit.data.length_buckets import _least_padding
 from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.errors import ConfigurationError, DataError
+from tests.told import message
 
 pytestmark = pytest.mark.both_engines
 
@@ -303,9 +304,7 @@ def stream():
 
 
 def refused(kind, *arguments, **options):
-    with pytest.raises(kind) as caught:
-        LengthBuckets(*arguments, **options)
-    return str(caught.value)
+    return message(LengthBuckets, *arguments, **options, kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -413,9 +412,7 @@ def test_samples_that_do_not_go_together_are_refused():
         {"x": [1, 2], "tags": [1]},
         {"x": [1] * 3, "tags": [1, 2]},
     ]
-    with pytest.raises(DataError) as caught:
-        LengthBuckets(samples, 3, "x").pad(samples)
-    assert str(caught.value) == (
+    assert message(LengthBuckets(samples, 3, "x").pad, samples, kind=DataError) == (
         "sample['tags'] must have the same shape in the whole batch, or be padded, got shapes "
         "(1,), (2,). Say by name what to pad it with, such as pad={'labels': -100}."
     )

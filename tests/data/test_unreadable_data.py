@@ -14,6 +14,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.errors import DataError
 from tests.faulty import Batches, Samples, Stream, batches, compiled, fit, refused
+from tests.told import message
 
 # torch may tell of a worker that died in the destructor of its iterator, where nobody can hear.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -203,9 +204,7 @@ def test_a_shuffled_worker_is_followed_to_its_sample():
     workers = DataLoader(Breaks(), 4, shuffle=True, num_workers=2)
     texts = []
     for loader in (plain, workers):
-        with pytest.raises(DataError) as caught:
-            fit(compiled(), loader, epochs=range(1, 2))
-        texts.append(str(caught.value))
+        texts.append(message(fit, compiled(), loader, epochs=range(1, 2), kind=DataError))
     assert texts[0] == texts[1]
     assert "sample 13 of Breaks could not be read: ValueError: file 13 is broken" in texts[0]
 
@@ -328,7 +327,5 @@ def test_a_worker_that_dies_meanwhile_is_told_alike():
 def test_ragged_samples_are_a_matter_of_collate_fn():
     """torch's own collate can't stack them."""
     ragged = [(torch.zeros(n), torch.zeros(3)) for n in (4, 5, 4, 4)]
-    with pytest.raises(DataError) as caught:
-        fit(compiled(), DataLoader(Samples(ragged), 4))
-    text = str(caught.value)
+    text = message(fit, compiled(), DataLoader(Samples(ragged), 4), kind=DataError)
     assert text.startswith("training data, batch 0: collate_fn failed: RuntimeError: stack expects")

@@ -21,6 +21,7 @@ from tests.faulty import (
     refused,
     state,
 )
+from tests.told import message
 
 # ---- losses -------------------------------------------------------------------------------------
 
@@ -87,9 +88,7 @@ def of_three(prediction, target, margin):
 )
 def test_a_loss_with_fewer_parameters_is_refused_by_compile(loss, shown):
     """Python's own error comes in the first batch, and knows of no prediction."""
-    with pytest.raises(LossError) as caught:
-        compiled(loss=loss)
-    assert str(caught.value) == (
+    assert message(compiled, loss=loss, kind=LossError) == (
         f"a loss is called with (prediction, target), but '<lambda>' takes ({shown}). Take both; "
         "the loss need not use the target. For arguments by name, use ipufit.losses.Call."
     )
@@ -102,9 +101,7 @@ def test_a_step_in_the_place_of_a_loss_is_refused_with_its_class():
         return net(batch[0]).mean()
 
     for loss in (step, [step, step]):
-        with pytest.raises(LossError) as caught:
-            compiled(loss=loss)
-        assert str(caught.value) == (
+        assert message(compiled, loss=loss, kind=LossError) == (
             "a loss is called with (prediction, target), but 'step' takes a batch, as a step of "
             "your own does. Write loss=ipufit.TrainStep(step)."
         )

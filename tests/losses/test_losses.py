@@ -17,6 +17,7 @@ from torch.nn import functional
 import ipufit
 from ipufit.errors import LossError, UnknownNameError
 from ipufit.losses import check_loss_value, resolve_loss
+from tests import told
 from tests.engines import EAGER_OR_NOT
 
 KNOWN = (
@@ -31,11 +32,7 @@ SIGNS = REALS.sin().sign()
 ZERO_ONE = (REALS.sin() > 0).float()
 
 
-def message(call, *arguments, kind=LossError):
-    """The text of the error that a call must raise."""
-    with pytest.raises(kind) as caught:
-        call(*arguments)
-    return str(caught.value)
+message = functools.partial(told.message, kind=LossError)
 
 
 # ---- names --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import ipufit
 from ipufit import poptorch
 from ipufit.errors import PartitionError, PlanError
 from tests.fitting import assert_equal, unmeasured
+from tests.told import message
 
 pytestmark = pytest.mark.both_engines
 
@@ -41,9 +42,7 @@ def fit(model, accumulation=7):
 
 
 def refused(module, engine, error=PartitionError, accumulation=7, **options):
-    with pytest.raises(error) as caught:
-        fit(over_two(module, engine, **options), accumulation)
-    return str(caught.value)
+    return message(lambda: fit(over_two(module, engine, **options), accumulation), kind=error)
 
 
 STRATEGIES = {
@@ -97,9 +96,7 @@ def test_phases_of_own_blocks_need_their_names(prefix):
         parallel = ipufit.Parallel(strategy=name)
         if prefix:
             parallel = ipufit.Parallel(inference=parallel)
-        with pytest.raises(PartitionError) as caught:
-            over_two(net(0, 1), parallel=parallel)
-        assert str(caught.value) == (
+        assert message(over_two, net(0, 1), parallel=parallel, kind=PartitionError) == (
             f"{prefix}strategy='{name}' runs the stages of {prefix}stages or "
             f"{prefix}layers_per_ipu as phases, got neither. Pass one of them, or, for the "
             f"module's own blocks, {prefix}strategy=poptorch.{kind}PhasedExecution('A', 'B') with "
@@ -351,9 +348,7 @@ def test_inference_alone_has_the_ipus_of_the_blocks(engine, make):
 @ENGINES
 def test_a_pipeline_of_counted_blocks_must_be_filled(engine):
     for make in (lambda: net(0, 1), InForward):
-        with pytest.raises(PlanError) as caught:
-            fit(compiled_alone(make(), engine), 2)
-        assert str(caught.value) == (
+        assert message(fit, compiled_alone(make(), engine), 2, kind=PlanError) == (
             "`gradient_accumulation` must be at least 3 to fill a training pipeline of 2 "
             "stages, forward and backward, got 2. Try 3."
         )

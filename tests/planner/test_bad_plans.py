@@ -8,12 +8,12 @@ from torch import nn
 
 import ipufit
 from ipufit.errors import (
-    ConfigurationError,
     NotCompiledError,
     PartitionError,
     PlanError,
     UnknownNameError,
 )
+from tests.told import message
 
 pytestmark = pytest.mark.both_engines
 
@@ -30,19 +30,13 @@ def compiled(module=None, **options):
     return model
 
 
-def refused(kind, call):
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
-
-
 def test_a_plan_needs_compile_and_a_batch():
     """Or a fit before it."""
-    refused(NotCompiledError, lambda: ipufit.Model(net()).plan(X))
-    assert refused(ConfigurationError, lambda: compiled().plan()) == (
+    message(lambda: ipufit.Model(net()).plan(X), kind=NotCompiledError)
+    assert message(lambda: compiled().plan()) == (
         "plan needs a batch, plan((inputs, target)), or an earlier fit; got neither."
     )
-    assert refused(ConfigurationError, lambda: compiled().plan(iter([X]))) == (
+    assert message(lambda: compiled().plan(iter([X]))) == (
         "plan needs a batch, or a loader that can be read again, got list_iterator, whose first "
         "batch would be lost. Pass one batch."
     )
@@ -95,18 +89,18 @@ def test_a_plan_needs_compile_and_a_batch():
 )
 def test_arguments_that_can_not_work(options, text):
     """Each with what to do."""
-    assert refused(ConfigurationError, lambda: compiled().plan((X, Y), **options)) == text
+    assert message(lambda: compiled().plan((X, Y), **options)) == text
 
 
 def test_the_rules_of_the_batch_algebra_hold_for_a_plan_too():
     """IPUs that stages divide, an accumulation that fills the pipeline."""
-    text = refused(PlanError, lambda: compiled().plan((X, Y), ipus=3))
+    text = message(lambda: compiled().plan((X, Y), ipus=3), kind=PlanError)
     assert text.startswith("`ipus`, the total number of IPUs, must be a power of two, got 3.")
-    text = refused(
-        PlanError,
+    text = message(
         lambda: compiled(parallel=ipufit.Parallel(stages={"1": 1})).plan(
             (X, Y), gradient_accumulation=2
         ),
+        kind=PlanError,
     )
     assert text == (
         "`gradient_accumulation` must be at least 3 to fill a training pipeline of 2 stages, "
@@ -116,11 +110,11 @@ def test_the_rules_of_the_batch_algebra_hold_for_a_plan_too():
 
 def test_stages_that_can_not_work_are_refused_by_a_plan():
     """With the texts of fit."""
-    text = refused(UnknownNameError, lambda: compiled().plan((X, Y), stages={"3": 1}))
+    text = message(lambda: compiled().plan((X, Y), stages={"3": 1}), kind=UnknownNameError)
     assert text.startswith("unknown module in stages '3'.")
-    text = refused(UnknownNameError, lambda: compiled().plan((X, Y), strategy="shared"))
+    text = message(lambda: compiled().plan((X, Y), strategy="shared"), kind=UnknownNameError)
     assert text.startswith("unknown strategy 'shared'. Did you mean 'sharded'?")
-    text = refused(PartitionError, lambda: compiled().plan((X, Y), stages={"2": 0, "1": 1}))
+    text = message(lambda: compiled().plan((X, Y), stages={"2": 0, "1": 1}), kind=PartitionError)
     assert text.startswith("stages must run in the order of their numbers, but '2' of stage 0")
 
 
@@ -131,7 +125,7 @@ def test_blocks_of_the_module_have_no_names():
     module = net()
     poptorch.BeginBlock(module[1], ipu_id=1)
     model = compiled(module, parallel=ipufit.Parallel(ipus_per_replica=2))
-    assert refused(PartitionError, lambda: model.plan((X, Y))) == (
+    assert message(lambda: model.plan((X, Y)), kind=PartitionError) == (
         "plan needs the modules that begin the stages, but this model is divided by its own "
         "blocks. Pass stages={'name of a module': number of its stage}, or stages='auto'."
     )
@@ -160,12 +154,8 @@ def test_blocks_of_the_module_have_no_names():
 )
 def test_an_automatic_division_that_can_not_work_is_refused_by_compile(options, text):
     """Before there is any data."""
-    assert (
-        refused(
-            PartitionError, lambda: compiled(parallel=ipufit.Parallel(stages="auto", **options))
-        )
-        == text
-    )
+    parallel = ipufit.Parallel(stages="auto", **options)
+    assert message(compiled, parallel=parallel, kind=PartitionError) == text
 
 
 def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
@@ -173,9 +163,9 @@ def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
     monkeypatch.setattr("ipufit.planner.planning.IPU_MEMORY", 500)
     model = compiled(parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2))
     before = copy.deepcopy(model.module.state_dict())
-    text = refused(
-        PartitionError,
+    text = message(
         lambda: model.fit(X, Y, batch_size=4, gradient_accumulation=3, verbose=0),
+        kind=PartitionError,
     )
     assert text == (
         "stages='auto' must find stages that fit in an IPU's 500 B, but no division into 2 does: "
@@ -191,19 +181,19 @@ def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
 def test_questions_about_a_pipeline_that_have_no_answer():
     """Utilisation, accumulation and schedule."""
     plan = compiled().plan((X, Y), ipus_per_replica=2)
-    text = refused(ConfigurationError, lambda: plan.least_accumulation(1.5))
+    text = message(lambda: plan.least_accumulation(1.5))
     assert text == (
         "utilisation must be a number above 0 and at most 1, got 1.5. Write 0.9 for 90 %."
     )
-    text = refused(ConfigurationError, lambda: plan.least_accumulation(0.9, "sequential"))
+    text = message(lambda: plan.least_accumulation(0.9, "sequential"))
     assert text == (
         "a utilisation of 90.0 % can't be reached with the sequential schedule: these stages stay "
         "below 50.0 % for any number of micro-batches. Choose a lower value, or divide the work "
         "more evenly."
     )
-    text = refused(ConfigurationError, lambda: plan.utilisation(0))
+    text = message(lambda: plan.utilisation(0))
     assert text == "gradient_accumulation must be a positive whole number or None, got 0."
-    text = refused(ConfigurationError, lambda: plan.timeline(schedule="groupd"))
+    text = message(lambda: plan.timeline(schedule="groupd"))
     assert text == ("schedule must be one of 'grouped', 'interleaved', 'sequential', got 'groupd'.")
 
 
@@ -216,7 +206,7 @@ def test_an_optimizer_that_fails_on_zeros_is_named():
 
     model = ipufit.Model(net())
     model.compile(lambda p: Odd(p, lr=0.1), "cross_entropy")
-    assert refused(PartitionError, lambda: model.plan((X, Y))) == (
+    assert message(lambda: model.plan((X, Y)), kind=PartitionError) == (
         "the optimizer state of Odd is measured by a step on zeros, but that fails with "
         "ValueError: not today. Make the plan with an optimizer that has the same state, such as "
         "'adam'."

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.errors import ConfigurationError, DataError, PartitionError, PlanError
 from tests.fitting import unmeasured
+from tests.told import message
 
 pytestmark = pytest.mark.both_engines
 
@@ -103,9 +104,7 @@ def test_without_a_target_the_plan_says_that_the_loss_is_not_counted():
     ],
 )
 def test_a_batch_that_forward_can_not_take_is_refused(batch, text):
-    with pytest.raises(DataError) as caught:
-        compiled().plan(batch)
-    assert str(caught.value) == text
+    assert message(compiled().plan, batch, kind=DataError) == text
 
 
 def test_a_batch_of_the_wrong_shape_is_refused_with_the_layer():
@@ -129,9 +128,7 @@ def test_a_batch_of_the_wrong_shape_is_refused_with_the_layer():
     ],
 )
 def test_a_number_of_stages_that_can_not_be_reserved_is_refused(given):
-    with pytest.raises(PartitionError) as caught:
-        compiled().plan((X, Y), **given)
-    assert str(caught.value) == (
+    assert message(compiled().plan, (X, Y), **given, kind=PartitionError) == (
         "the number of stages of a replica, each on an IPU, must be a power of two, got 3. Plan "
         "with 2 or 4, such as ipus_per_replica=4, or compile with Parallel(auto_round_ipus=True) "
         "to leave IPUs idle."
@@ -144,9 +141,7 @@ def test_a_number_of_stages_that_can_not_be_reserved_is_refused(given):
 
 def test_stages_are_held_against_the_ipus_before_they_are_looked_for():
     """Whether or not so many can be made."""
-    with pytest.raises(PlanError) as caught:
-        compiled().plan((X, Y), ipus=4, ipus_per_replica=8)
-    assert str(caught.value) == (
+    assert message(compiled().plan, (X, Y), ipus=4, ipus_per_replica=8, kind=PlanError) == (
         "`ipus`, the total number of IPUs, must be a power of two that stages=8 divides, got 4. "
         "Try 8."
     )

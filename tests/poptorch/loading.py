@@ -5,11 +5,14 @@ import multiprocessing
 import threading
 import types
 
+import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from ipufit.poptorch import Error
 from ipufit.poptorch._accessor import BatchReader
 from ipufit.poptorch._data_worker import Command, DataWorker, Stopped, WorkerSettings, _report
+from ipufit.poptorch._parsers import ICustomArgParser
 
 
 class Opts:
@@ -69,6 +72,24 @@ class Pair:
 
     def __init__(self, first, second, label="label"):
         self.first, self.second, self.label = first, second, label
+
+
+class PairParser(ICustomArgParser):
+    """Takes all that is left of its iterator, as parsers may."""
+
+    def yieldTensors(self, struct):
+        yield struct.first
+        yield struct.second
+
+    def reconstruct(self, original_structure, tensor_iterator):
+        return Pair(*tensor_iterator, label=original_structure.label)
+
+
+def refused(kind, text, call, *args, **kwargs):
+    """The call raises an error of this kind with exactly this text."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    assert (caught.value.message if kind is Error else str(caught.value)) == text
 
 
 def settings(**changes):

@@ -24,7 +24,7 @@ from ipufit.poptorch import (
     SharingStrategy,
     _accessor,
 )
-from tests.poptorch.loading import Numbers, Opts, SizedStream, Stream, epoch, values
+from tests.poptorch.loading import Numbers, Opts, SizedStream, Stream, epoch, refused, values
 
 ROOT = pathlib.Path(__file__).parents[2]
 fork = functools.partial(AsynchronousDataAccessor, sharing_strategy=SharingStrategy.Fork)
@@ -297,12 +297,6 @@ def test_a_program_that_is_killed_leaves_no_process():
 
 
 # What is refused, and what is asked of the process.
-
-
-def refused(kind, text, call, *args, **kwargs):
-    with pytest.raises(kind) as caught:
-        call(*args, **kwargs)
-    assert (caught.value.message if kind is Error else str(caught.value)) == text
 
 
 def test_a_dataset_that_can_not_be_sent_is_refused():

@@ -18,6 +18,7 @@ from ipufit.poptorch._precision import (
 )
 from ipufit.poptorch.enums import OutputMode
 from ipufit.poptorch.poptorch_core import Error
+from tests.told import message
 
 ADVICE = (
     " The model is compiled for the arguments of its first call. To compile it for these, call "
@@ -114,9 +115,7 @@ def test_positional_only_names_may_come_again_among_keywords():
     ],
 )
 def test_a_call_that_forward_does_not_take_is_refused(args, text):
-    with pytest.raises(AssertionError) as caught:
-        ArgumentParser(Net())(*args)
-    assert str(caught.value) == text
+    assert message(ArgumentParser(Net()), *args, kind=AssertionError) == text
 
 
 @pytest.mark.parametrize("function", [Net(), lambda *, x: x])
@@ -127,9 +126,7 @@ def test_a_missing_argument_is_refused(function):
 
 
 def test_something_that_can_not_be_called_has_no_arguments():
-    with pytest.raises(TypeError) as caught:
-        ArgumentParser(3)
-    assert str(caught.value) == (
+    assert message(ArgumentParser, 3, kind=TypeError) == (
         "Expected a torch.nn.Module or a callable, got int. Pass the module itself."
     )
 
@@ -345,9 +342,7 @@ def test_an_uneven_batch_names_all_numbers_and_the_next_sizes():
     )
     end = " samples, or use poptorch.DataLoader, which loads the right number."
     for size, sizes in [(26, "24 or 36"), (5, "12")]:
-        with pytest.raises(AssertionError) as caught:
-            batch.check(torch.ones(size, 4), "tensor 1 of x")
-        assert str(caught.value) == (
+        assert message(batch.check, torch.ones(size, 4), "tensor 1 of x", kind=AssertionError) == (
             f"Invalid batch dimension: in the input tensor 1 of x of shape [{size}, 4], the batch "
             f"dimension ({size}) must be a multiple of {text}size. Pass {sizes}{end}"
         )

@@ -12,9 +12,19 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from ipufit.poptorch import Error, _data_worker
 from ipufit.poptorch._data_worker import Command, DataWorker, WorkerEvent
-from ipufit.poptorch._parsers import ICustomArgParser, registerCustomArgParser
+from ipufit.poptorch._parsers import registerCustomArgParser
 from ipufit.poptorch._ring_buffer import RingBufferReader, RingBufferWriter
-from tests.poptorch.loading import Numbers, Pair, Stream, epoch, reader, settings, values, worker
+from tests.poptorch.loading import (
+    Numbers,
+    Pair,
+    PairParser,
+    Stream,
+    epoch,
+    reader,
+    settings,
+    values,
+    worker,
+)
 
 
 class Counted:
@@ -260,25 +270,14 @@ def test_random_numbers_depend_on_seed_and_epoch_alone():
 # Structures.
 
 
-class Parser(ICustomArgParser):
-    """Takes all that is left of its iterator, as parsers may."""
-
-    def yieldTensors(self, struct):
-        yield struct.first
-        yield struct.second
-
-    def reconstruct(self, original_structure, tensor_iterator):
-        return Pair(*tensor_iterator, label=original_structure.label)
-
-
-class Greedy(Parser):
+class Greedy(PairParser):
     def reconstruct(self, original_structure, tensor_iterator):
         return Pair(next(tensor_iterator), next(tensor_iterator), next(tensor_iterator))
 
 
 @pytest.fixture
 def pair_parser():
-    registerCustomArgParser(Pair, Parser())
+    registerCustomArgParser(Pair, PairParser())
     yield
     registerCustomArgParser(Pair, None)
 
@@ -310,7 +309,7 @@ def test_a_type_with_a_parser_comes_back_as_it_is():
 
 
 def test_a_parser_that_asks_for_too_much_is_no_end_of_the_epoch():
-    registerCustomArgParser(Pair, Parser())
+    registerCustomArgParser(Pair, PairParser())
     try:
         with reader([Pair(torch.zeros(1), torch.ones(1))]) as r:
             registerCustomArgParser(Pair, Greedy())

@@ -9,8 +9,19 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler, Subset, SubsetRandomSampler
 
 from ipufit.poptorch import DataLoader, DataLoaderMode, Error, _dataloader
-from ipufit.poptorch._parsers import ICustomArgParser, registerCustomArgParser
-from tests.poptorch.loading import Numbers, Opts, Pair, SizedStream, Stream, epoch, reader, values
+from ipufit.poptorch._parsers import registerCustomArgParser
+from tests.poptorch.loading import (
+    Numbers,
+    Opts,
+    Pair,
+    PairParser,
+    SizedStream,
+    Stream,
+    epoch,
+    reader,
+    refused,
+    values,
+)
 
 ASYNC, REBATCHED = DataLoaderMode.Async, DataLoaderMode.AsyncRebatched
 
@@ -32,12 +43,6 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch):
     monkeypatch.setattr(_dataloader, "AsynchronousDataAccessor", Recorded)
-
-
-def refused(kind, text, call, *args, **kwargs):
-    with pytest.raises(kind) as caught:
-        call(*args, **kwargs)
-    assert (caught.value.message if kind is Error else str(caught.value)) == text
 
 
 # Sizes and order.
@@ -169,15 +174,6 @@ def test_batches_of_a_sampler_are_joined_in_order(drop_last):
 def test_a_plain_list_of_lists_is_a_batch_sampler():
     loader = DataLoader(Opts(iterations=2), Numbers(9), batch_sampler=[[4], [1], [8], [0]])
     assert [batch.tolist() for batch in loader] == [[4, 1], [8, 0]]
-
-
-class PairParser(ICustomArgParser):
-    def yieldTensors(self, struct):
-        yield struct.first
-        yield struct.second
-
-    def reconstruct(self, original_structure, tensor_iterator):
-        return Pair(*tensor_iterator, label=original_structure.label)
 
 
 def pairs(samples):

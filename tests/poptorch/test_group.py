@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
+from tests.told import message
 
 X, Y = torch.ones(1, 2), torch.ones(1, 2)
 
@@ -44,9 +45,7 @@ def test_training_needs_the_processes_that_the_options_speak_of(monkeypatch, cou
     """Alone it would train on its part of the data, and nobody would notice."""
     launched(monkeypatch, 0, count)
     says = "nothing of other processes" if count == 1 else "process 0 of 2"
-    with pytest.raises(poptorch.Error) as caught:
-        trainer(options_of(1, 4))(X, Y)
-    assert str(caught.value) == (
+    assert message(trainer(options_of(1, 4)), X, Y, kind=poptorch.Error) == (
         "'poptorch_py_error': a training model must reach the other processes that "
         "options.Distributed speaks of, which makes this process 1 of 4, but the environment says "
         f"{says}. Start all of them with torchrun, mpirun or PopRun, call ipufit.distributed with "
@@ -86,9 +85,7 @@ def test_parameters_of_replicas_own_are_refused_in_several_processes(monkeypatch
     executor.weight.replicaGrouping(
         poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
     )
-    with pytest.raises(poptorch.Error) as caught:
-        executor(X.expand(2, 2), Y.expand(2, 2))
-    assert str(caught.value) == (
+    assert message(executor, X.expand(2, 2), Y.expand(2, 2), kind=poptorch.Error) == (
         "'poptorch_py_error': replicaGrouping must leave a parameter the same on all replicas "
         "where several processes train, which ipufit.poptorch does not cut up, but 'weight' has "
         "several copies. Leave replicaGrouping out, or train in one process."

@@ -13,6 +13,7 @@ from ipufit.poptorch import _wrapping as wrapping
 from ipufit.poptorch._recording import check_not_replaced, module_tensors
 from ipufit.poptorch._wrapping import ExecutorLink, HostWeights, isWrapped, quietly, unwrap
 from ipufit.poptorch.poptorch_core import Error
+from tests.told import message
 
 
 class Device:
@@ -290,9 +291,7 @@ def test_tensors_that_were_replaced_are_copied_neither_way(name, compiled):
 
 
 def test_wrapping_twice_is_refused(net, device):
-    with pytest.raises(RuntimeError) as caught:
-        Device(net)
-    assert str(caught.value) == (
+    assert message(Device, net, kind=RuntimeError) == (
         "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the "
         "model to unwrap before wrapping again."
     )
@@ -526,6 +525,4 @@ def test_a_function_is_no_model(function, kind):
         model(torch.ones(1))
     assert str(failure.value) == text
     assert not model.isCompiled()
-    with pytest.raises(AttributeError) as failure:
-        poptorch.trainingModel(function)
-    assert str(failure.value) == text
+    assert message(poptorch.trainingModel, function, kind=AttributeError) == text

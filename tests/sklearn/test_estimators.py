@@ -21,6 +21,7 @@ from sklearn.preprocessing import StandardScaler
 
 import ipufit
 from ipufit.sklearn import IpufitClassifier, IpufitRegressor
+from tests.told import message
 
 X, Y = load_iris(return_X_y=True)
 X = StandardScaler().fit_transform(X)
@@ -377,9 +378,7 @@ def test_pictures_have_more_dimensions():
 
 
 def refused(estimator):
-    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
-        estimator.fit(X, Y)
-    return str(caught.value)
+    return message(estimator.fit, X, Y)
 
 
 def test_what_can_not_work_is_refused_by_fit():
@@ -414,9 +413,7 @@ def test_what_can_not_work_is_refused_by_fit():
         flat.predict(X)
     with pytest.raises(TypeError, match="unexpected keyword argument 'hidden'"):
         classifier(hidden=3)
-    with pytest.raises(TypeError) as caught:
-        ipufit.sklearn.IpufitClassifier(Flat, epoch=3)
-    assert str(caught.value) == (
+    assert message(ipufit.sklearn.IpufitClassifier, Flat, epoch=3, kind=TypeError) == (
         "IpufitClassifier got an unexpected keyword argument 'epoch'. Did you mean 'epochs'? "
         "Arguments of the module, the optimizer, Model.compile and Model.fit have a prefix: "
         "module__, optimizer__, compile__, fit__."

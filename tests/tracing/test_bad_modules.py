@@ -26,6 +26,7 @@ from tests.faulty import (
     refused,
     state,
 )
+from tests.told import message
 
 BEFORE = "but the program is recorded once, before there are values"
 EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
@@ -722,9 +723,7 @@ def test_an_object_around_tensors_is_an_output_for_the_loss_alone():
     model = ipufit.Model(Spread())
     model.compile("sgd", unlikely)
     model.fit(batches(4), gradient_accumulation=2, verbose=0)
-    with pytest.raises(CaptureError) as caught:
-        model.predict(batches(4), verbose=0)
-    assert str(caught.value).startswith(
+    assert message(model.predict, batches(4), verbose=0, kind=CaptureError).startswith(
         "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
         "output is a Normal that holds tensors, which a program can't return. Return its "
         "tensors themselves, or leave it out; in models of the transformers library, "
@@ -755,9 +754,7 @@ def test_a_packed_sequence_is_refused_and_the_padded_batch_gives_the_same():
     lengths = torch.tensor([5, 2, 3, 1])
     batch = ((torch.randn(4, 5, 4), lengths), torch.randn(4, 3))
     model = compiled(Packed(), **strict())
-    with pytest.raises(CaptureError) as caught:
-        fit(model, [batch])
-    text = str(caught.value)
+    text = message(fit, model, [batch], kind=CaptureError)
     assert text.startswith(
         "a packed sequence has a shape that depends on the values of its lengths, but the program "
         f"is recorded once, before there are values, at {__file__}:"

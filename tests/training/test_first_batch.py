@@ -16,6 +16,7 @@ from ipufit.losses import resolve_loss
 from ipufit.training.sanity_check import FailureExplainer
 from tests.engines import EAGER_OR_NOT, embedded_only, runs_eagerly
 from tests.faulty import Net, Told, Watched, batches, compiled, fit, refused
+from tests.told import message
 
 X, Y = batches(1, 8)[0]
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
@@ -644,9 +645,7 @@ def test_a_label_beside_0_and_1_is_found_with_the_first_batch(loss):
     """torch takes any number there, and trains towards none."""
     net = nn.Sequential(nn.Linear(2, 1), *[nn.Sigmoid()] * (loss == "bce"))
     x, y = torch.randn(4, 2), torch.tensor([[0.0], [1.0], [2.0], [0.0]])
-    with pytest.raises(DataError) as caught:
-        fit(compiled(net, loss), [(x, y)])
-    assert str(caught.value) == (
+    assert message(fit, compiled(net, loss), [(x, y)], kind=DataError) == (
         f"training data, batch 0: loss {loss!r} needs labels from 0 to 1, got 2 in sample 2. "
         f"{TWO_CLASSES}"
     )
@@ -697,9 +696,7 @@ def test_a_later_batch_is_named_by_its_number(run_eagerly, di):
     """Of an execution of many only torch's last words would be left."""
     pairs = [(IDS, Y)] * 6 + [(IDS + 1, Y)]
     model = compiled(words(6), run_eagerly=run_eagerly)
-    with pytest.raises(DataError) as caught:
-        fit(model, pairs, device_iterations=di, epochs=2)
-    assert str(caught.value).startswith(
+    assert message(fit, model, pairs, device_iterations=di, epochs=2, kind=DataError).startswith(
         "training data, batch 6: layer '0', Embedding(6, 6), needs indices from 0 to 5, got 6 at "
         "(2, 1) of its input. Build it with num_embeddings=7, or map rare values to one index. "
         "torch says: IndexError: "
@@ -767,11 +764,9 @@ def test_no_reason_is_looked_for_where_a_device_or_the_memory_failed():
 def test_a_reason_is_told_however_the_program_runs(jit):
     """With other kernels the recorded operators are others."""
     model = compiled(words(5), jit=jit)
-    with pytest.raises(DataError) as caught:
-        fit(model, [(IDS, Y)])
     assert (
         "layer '0', Embedding(5, 6), needs indices from 0 to 4, got 5 at (2, 1) of its input."
-        in str(caught.value)
+        in message(fit, model, [(IDS, Y)], kind=DataError)
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ipufit
 from tests.engines import EAGER_OR_NOT, counts_in_a_buffer, embedded_only, strict
 from tests.nets import CNN, MLP, Running, Transformer, data
+from tests.told import message
 
 
 def loader(n=24, batch_size=4):
@@ -681,9 +682,7 @@ def test_a_hook_for_after_accumulation_is_refused():
     net.layers[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     model = ipufit.Model(net)
     model.compile("sgd", "cross_entropy", **strict())
-    with pytest.raises(ipufit.errors.CaptureError) as caught:
-        model.fit(loader(), verbose=0)
-    assert str(caught.value) == (
+    assert message(model.fit, loader(), verbose=0, kind=ipufit.errors.CaptureError) == (
         "'layers.0.weight' has a hook that runs after .grad is filled, but a program never fills "
         ".grad. Use parameter.register_hook."
     )
@@ -737,9 +736,7 @@ def test_a_lazy_part_that_no_forward_reaches_is_refused():
     net.idle = nn.LazyLinear(2)
     model = ipufit.Model(net)
     model.compile("sgd", "cross_entropy")
-    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
-        model.fit(loader(), verbose=0)
-    assert str(caught.value) == (
+    assert message(model.fit, loader(), verbose=0) == (
         "every parameter must have a shape, but 'weight' of LazyLinear gets its shape in the first "
         "forward. Call the module once on an example before ipufit.Model(module)."
     )
@@ -758,9 +755,7 @@ def test_a_lazy_part_that_no_forward_reaches_is_refused():
 )
 def test_modules_that_are_not_ready_are_refused_at_once(make, text):
     """Torch's own errors for these come late and do not say what to do."""
-    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
-        ipufit.Model(make())
-    assert str(caught.value) == text
+    assert message(ipufit.Model, make()) == text
 
 
 @pytest.mark.parametrize(
@@ -788,9 +783,7 @@ def test_what_is_compiled_already_is_recorded_in_no_way_and_trains_eagerly(make,
     """Torch's own errors for these do not say what to do."""
     model = ipufit.Model(make())
     model.compile("sgd", "cross_entropy", **strict())
-    with pytest.raises(ipufit.errors.CaptureError) as caught:
-        model.fit(loader(), verbose=0)
-    assert str(caught.value) == text
+    assert message(model.fit, loader(), verbose=0, kind=ipufit.errors.CaptureError) == text
     if engine == "embedded":
         quick = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         module, by_hand = make(), make()
@@ -815,9 +808,7 @@ def test_a_last_batch_that_the_module_cannot_take_is_found_before_training():
     before = copy.deepcopy(net.state_dict())
     model = ipufit.Model(net)
     model.compile("sgd", "cross_entropy")
-    with pytest.raises(ipufit.errors.DataError) as caught:
-        model.fit(loader(9), verbose=0)
-    assert str(caught.value) == (
+    assert message(model.fit, loader(9), verbose=0, kind=ipufit.errors.DataError) == (
         "the module must take every micro-batch of the training data, but fails with the last one "
         f"of an epoch, which is smaller (1 sample instead of 4): layer '2', {shown}, needs more "
         "than one value per feature while it trains, got shape (1, 5), dtype float64. Choose "
