@@ -63,6 +63,30 @@ class Running(nn.Module):
         return self.head((x - self.mean) * self.scale)
 
 
+class Normed(nn.Module):
+    """BatchNorm, without random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(x.flatten(1)))
+
+
+class Tally(MLP):
+    """Counts the calls of forward in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x)
+
+
 def data(n):
     """``n`` pictures of 3 x 4 in float64, and classes."""
     generator = torch.Generator().manual_seed(n)

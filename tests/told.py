@@ -23,6 +23,17 @@ class Gives(Callback):
                 logs[name] = values[epoch]
 
 
+class Executions(Callback):
+    """Counts executions."""
+
+    count = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.count += 1
+
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+
 class Means(Callback):
     """The mean loss of the epoch so far after every execution."""
 

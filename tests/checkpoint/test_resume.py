@@ -23,6 +23,7 @@ from tests.engines import embedded_only, keeps_averages, one_shape, runs_eagerly
 from tests.fitting import skipping_refusals
 from tests.nets import CNN, MLP, Running, data
 from tests.points import only
+from tests.told import Executions
 
 X, Y = data(23)
 WHOLE = TensorDataset(X, Y)
@@ -428,18 +429,9 @@ def interrupted(case, share, tmp_path):
 @once_per_engine
 def counted(case):
     """What a run comes to that nothing has interrupted, and in how many executions."""
-    whole = Counted()
+    whole = Executions()
     model = case.run(callbacks=[*case.callbacks(), Ends(), whole])
-    return state(model), whole.executions
-
-
-class Counted(Callback):
-    """How many executions there were."""
-
-    executions = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.executions += 1
+    return state(model), whole.count
 
 
 class Silent(ipufit.History):

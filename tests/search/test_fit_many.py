@@ -20,7 +20,7 @@ from ipufit.errors import (
     UnknownArgumentError,
 )
 from ipufit.search import fit_many, stacked
-from tests.nets import CNN, MLP, Transformer
+from tests.nets import CNN, MLP, Noise, Transformer
 from tests.told import message
 
 # Summed in another order.
@@ -386,19 +386,6 @@ def test_inputs_by_name_and_several_of_them(programs):
     check(results, grid, inputs, y, make, batch_size=8)
 
 
-class Noisy(nn.Module):
-    """Adds noise."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(12, 5)
-
-    def forward(self, x):
-        """Add noise."""
-        x = x.flatten(1)
-        return self.layer(x + torch.randn_like(x))
-
-
 class Branch(nn.Module):
     """Depends on a value."""
 
@@ -487,7 +474,7 @@ ALONE = {
     "schedule": ({"lr_scheduler": "cosine"}, "{'lr_scheduler': 'Cosine'}."),
     "lamb": ({"optimizer": ipufit.optim.LAMB}, "its optimizer"),
     "own step": ({"optimizer": torch.optim.Adadelta}, "its optimizer"),
-    "draws": ({"net": Noisy}, "as one, they fail with"),
+    "draws": ({"net": Noise}, "as one, they fail with"),
     "large": ({"net": Large}, "a net of 36,005 parameters is faster by itself"),
     "branch": ({"net": Branch, "run_eagerly": True}, "for one model: {'jit': 'off'}."),
     "unused": ({"net": Unused, "weight_decay": 0.1}, "the loss does not depend on 'rest.weight'"),

@@ -21,7 +21,7 @@ from tests.engines import (
     replicas_meet,
     strict,
 )
-from tests.nets import MLP, data
+from tests.nets import MLP, Tally, data
 from tests.told import message
 
 
@@ -529,15 +529,6 @@ def test_buffers_with_nan_do_not_make_replicas_forget():
 @embedded_only("a tensor that is no buffer is a constant on an IPU, and forward may not change it")
 def test_a_tensor_that_forward_changes_is_not_changed_by_the_recording():
     """It is no buffer, but still counts right."""
-
-    class Tally(MLP):
-        def __init__(self):
-            super().__init__()
-            self.calls = torch.zeros(())
-
-        def forward(self, x):
-            self.calls.add_(1)
-            return super().forward(x)
 
     for eager in (False, True):
         net = Tally().double()

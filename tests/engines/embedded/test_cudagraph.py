@@ -28,7 +28,7 @@ from tests.nets import CNN, MLP, Noise, Running, Transformer, data
 from tests.points import only
 from tests.reference import train
 from tests.tape import Tapes
-from tests.told import refused
+from tests.told import Executions, refused
 
 pytestmark = pytest.mark.both_engines
 
@@ -391,17 +391,11 @@ def test_an_execution_that_fails_while_the_host_waits_is_taken_back():
 
 @pytest.mark.long
 def test_one_copy_comes_back_per_execution(on):
-    class Counted(Callback):
-        executions = 0
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.executions += 1
-
-    counted = Counted()
+    counted = Executions()
     model = built(MLP().double(), adam, "cudagraph", on, metrics=["accuracy"])
     fit(model, callbacks=[counted])
     assert captured(model)
-    assert model._session.engine.transfer.count == counted.executions == 12
+    assert model._session.engine.transfer.count == counted.count == 12
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from ipufit.losses import resolve_loss
 from ipufit.tracing.capture import capture
 from tests.nets import CNN, MLP, data
 from tests.tape import HostReads
+from tests.told import Executions
 
 
 def with_engine(net, optimizer="adam", **options):
@@ -33,17 +34,6 @@ def with_engine(net, optimizer="adam", **options):
 def loader(n=22, batch_size=4):
     """Pictures and classes."""
     return DataLoader(TensorDataset(*data(n)), batch_size=batch_size)
-
-
-class Executions(ipufit.callbacks.Callback):
-    """Counts executions."""
-
-    count = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.count += 1
-
-    on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
 
 @pytest.mark.long("ipu-standin")

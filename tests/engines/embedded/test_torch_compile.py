@@ -14,7 +14,7 @@ from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.zero import refuse_whole
 from ipufit.errors import ConfigurationError
 from tests.fitting import assert_equal
-from tests.nets import data
+from tests.nets import Normed, data
 from tests.told import message, refused
 
 # Where torch's registry of backends can't be loaded, none can be named.
@@ -306,16 +306,6 @@ BAD = {
     first_call_alone: "must return in every call what the graph of a micro-batch does, but number "
     "0 has other values",
 }
-
-
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(12)
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x):
-        return self.head(self.norm(x.flatten(1)))
 
 
 @pytest.mark.parametrize("backend", BAD, ids=lambda each: each.__name__)

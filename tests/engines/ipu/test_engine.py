@@ -25,7 +25,7 @@ from ipufit.errors import (
 )
 from ipufit.poptorch._precision import keep_float64
 from tests.fitting import PLANS, Plan, unmeasured
-from tests.nets import CNN, MLP, Running, Transformer, data
+from tests.nets import CNN, MLP, Normed, Running, Transformer, data
 from tests.told import message
 
 pytestmark = pytest.mark.both_engines
@@ -274,18 +274,6 @@ def test_samples_that_see_each_other_are_never_padded():
         "computed sample by sample. Use drop_last=True in the loader, a batch_size and "
         "gradient_accumulation that divide the samples, or engine='embedded'."
     )
-
-
-class Normed(nn.Module):
-    """BatchNorm, without random numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(12)
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x):
-        return self.head(self.norm(x.flatten(1)))
 
 
 @pytest.mark.long

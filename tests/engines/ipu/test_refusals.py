@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ipufit
 from ipufit.errors import CaptureError, ConfigurationError
-from tests.nets import MLP, data
+from tests.nets import MLP, Tally, data
 
 pytestmark = pytest.mark.both_engines
 
@@ -69,15 +69,6 @@ def test_autocast_of_the_users():
 
 
 def test_a_tensor_that_forward_changes_and_that_is_no_buffer():
-    class Tally(MLP):
-        def __init__(self):
-            super().__init__()
-            self.calls = torch.zeros(())
-
-        def forward(self, x):
-            self.calls.add_(1)
-            return super().forward(x)
-
     net = Tally()
     text = (
         "forward must not change Tally.calls on an IPU, where a tensor that is not a buffer is a "
