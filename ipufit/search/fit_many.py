@@ -181,12 +181,12 @@ def _keeping_results(results: FitResults) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            kept = FitResults(result for result in results if result.model.history.epoch)
-            vars(error)["results"] = kept
+            finished = FitResults(each for each in results if each.model.history.epoch)
+            vars(error)["results"] = finished
             if isinstance(error, KeyboardInterrupt):
                 # What fit says is about one model, or about all those of a program as one.
-                lines = [f"{len(kept)} of {len(results)} models have finished an epoch", *kept]
-                error.args = ("Ctrl-C ends fit_many; " + "\n".join(map(str, lines)),)
+                count = f"{len(finished)} of {len(results)} models have finished an epoch"
+                error.args = ("\n".join(map(str, [f"Ctrl-C ends fit_many; {count}", *finished])),)
             raise
 
 

@@ -228,7 +228,7 @@ def _form(value: object, tensors: List[FakeTensor]) -> object:
         layout = (value.shape, value.stride(), value.storage_offset())
         return (*layout, value.untyped_storage().nbytes(), value.dtype, value.fake_device)
     if isinstance(value, (list, tuple)):
-        return (type(value), *(_form(part, tensors) for part in value))
+        return (type(value), *map(functools.partial(_form, tensors=tensors), value))
     if value is None or isinstance(value, (int, float, str, *_KINDS)):
         return type(value), value
     raise LookupError(value)
