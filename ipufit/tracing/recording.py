@@ -266,13 +266,13 @@ def _templates(
     for each in results:
         if type(each) is not FakeTensor or each.requires_grad:
             return is_view, []
+        try:
+            form = _form(each, [])
+        except LookupError:
+            return is_view, []
         template, memory = _fake_like(each, tensors[0], is_view), each.untyped_storage()._cdata
         is_elsewhere = memory != memories[0] if is_view else memory in memories
-        try:
-            is_same = _form(template, []) == _form(each, []) and keys(template) == keys(each)
-        except LookupError:
-            is_same = False
-        if is_elsewhere or not is_same:
+        if is_elsewhere or _form(template, []) != form or keys(template) != keys(each):
             return is_view, []
         memories.append(memory)
         templates.append(template)

@@ -93,6 +93,13 @@ def alike_but_for_a_type(x, w):
     return [*results, whole / 2, x.sum(dtype=torch.float64), x.double().sum()]
 
 
+def of_other_kinds(x, w):
+    """Sparse and conjugate results, which torch alone can make."""
+    sparse = x.to_sparse()
+    turned = torch.view_as_complex(x.reshape(4, 3, 2)).conj()
+    return [sparse.to_dense() + x, turned * 2, turned.resolve_conj().imag + 1, x.neg() + x.size(0)]
+
+
 def loss_and_gradients(net):
     """A function of pictures and classes over the parameters of a network."""
     names = [name for name, _ in net.named_parameters()]
@@ -117,7 +124,7 @@ def again(function):
 
 FUNCTIONS = [
     *(in_place, several_results, constants, random, indexed, complex_numbers),
-    *(memory_formats, alike_but_for_a_type),
+    *(memory_formats, alike_but_for_a_type, of_other_kinds),
 ]
 NETS = [nets.MLP, nets.CNN, nets.Transformer, nets.Running]
 
@@ -137,6 +144,8 @@ def described(graph):
 
 def known(value, memories):
     """What a graph knows of a result, with the number of its memory among those before."""
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return (type(value), value.layout, value.shape, value.dtype, value.device)
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
         memory = memories.setdefault(storage._cdata, len(memories))
