@@ -180,13 +180,11 @@ def _any(question: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> bool
 
 
 def _values(value: object) -> Sequence[Tensor]:
-    """Return the floating-point tensors in a structure, and numbers that are not finite."""
-    return [
-        torch.as_tensor(leaf)
-        for leaf in tree.flatten(value)[0]
-        if (isinstance(leaf, Tensor) and leaf.is_floating_point())
-        or (isinstance(leaf, float) and not math.isfinite(leaf))
-    ]
+    """Return the floating-point tensors and numbers in a structure that may not be finite."""
+    leaves = tree.flatten(value)[0]
+    tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, (Tensor, float))]
+    # A finite sum has only finite terms: most tensors need no other look.
+    return [one for one in tensors if one.is_floating_point() and not one.sum().isfinite()]
 
 
 _HALF = torch.float16
