@@ -238,9 +238,10 @@ def _fake_like(tensor: FakeTensor, source: FakeTensor, is_view: bool) -> FakeTen
     """Make another tensor of the same form, with memory of its own or as a view of a source."""
     shape, stride, mode = tensor.shape, tensor.stride(), source.fake_mode
     with in_kernel_invocation_manager(mode):
-        fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
         if is_view:
-            fake.set_(source.untyped_storage(), tensor.storage_offset(), shape, stride)
+            fake = torch.as_strided(source, shape, stride, tensor.storage_offset())
+        else:
+            fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, fake, tensor.fake_device)
 
 
@@ -262,7 +263,7 @@ def _templates(
         return False, []
     is_view, templates = func._schema.arguments[0].alias_info is not None, []
     memories = [tensor.untyped_storage()._cdata for tensor in tensors]
-    keys = torch._C._dispatch_keys
+    keys = torch._C._dispatch_key_set
     for each in results:
         if type(each) is not FakeTensor or each.requires_grad:
             return is_view, []
