@@ -27,7 +27,7 @@ from ipufit.core.batch import RawBatch, copy_leaf
 from ipufit.data.in_memory import ArrayLoader, EpochOrder
 from ipufit.data.read_errors import frames_of
 from ipufit.utils import tree
-from ipufit.utils.interrupts import defer_sigint, starting_processes
+from ipufit.utils.interrupts import defer_signals, starting_processes
 
 
 def is_torchs(value: object) -> bool:
@@ -249,7 +249,7 @@ def end_workers(iterator: Any) -> None:
     workers: List[Any] = getattr(iterator, "_workers", [])
     if not workers:
         return
-    with defer_sigint():
+    with defer_signals():
         deadline = time.monotonic() + _PATIENCE
         # torch ends them one after the other, and lets go of them only then.
         iterator._workers = [_Impatient(worker, deadline) for worker in workers]

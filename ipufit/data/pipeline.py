@@ -36,7 +36,7 @@ from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
-from ipufit.utils.interrupts import ForkGuard, defer_sigint, is_interrupted
+from ipufit.utils.interrupts import ForkGuard, defer_signals, is_interrupted
 from ipufit.utils.random_streams import LOCK, DataStream, stream_key
 from ipufit.utils.state import fork_rng
 
@@ -463,7 +463,7 @@ def fetch_ahead(
     finally:
         left_by = sys.exc_info()[1]
         # Whoever goes on while the thread still reads would find the generator in use.
-        with defer_sigint():
+        with defer_signals():
             is_over = is_interrupted(left_by) or is_dead_worker(left_by)
             ahead.close(give_up if is_over else None)
 
@@ -489,7 +489,7 @@ class _Queue:
 
     def start(self) -> None:
         """Begin to read. Ctrl-C waits until there is a thread that close can wait for."""
-        with defer_sigint():
+        with defer_signals():
             self._thread.start()
 
     def get(self) -> Any:

@@ -37,7 +37,7 @@ from ipufit.report.settings import Report
 from ipufit.training.fit import describe_run
 from ipufit.training.sanity_check import prepare_tail
 from ipufit.training.session import Session
-from ipufit.utils.interrupts import defer_sigint
+from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 
@@ -230,13 +230,15 @@ class Programs:
         prepared = functools.partial(
             session.fallback.prepared, mode, session.module, may_help, prepare
         )
-        try:
+        # A worker process that ends meanwhile is no fault of what is recorded.
+        with defer_signals(interrupts=False):
+            try:
+                return prepared()
+            except UncountedError as error:
+                session.divided.follow_blocks(error, trains)
+            except CaptureError as error:
+                raise _in_words_of_trainer(error) from error
             return prepared()
-        except UncountedError as error:
-            session.divided.follow_blocks(error, trains)
-        except CaptureError as error:
-            raise _in_words_of_trainer(error) from error
-        return prepared()
 
     def _prepared(
         self,
@@ -303,7 +305,7 @@ class Programs:
         """The module without the Trainer, on which no program depends, and uninterrupted."""
         detached: Dict[str, object] = {"_trainer": None, "_current_fx_name": None}
         parts = lightning_parts(self._model.lightning)
-        with replace_attributes([(part, detached) for part in parts]), defer_sigint():
+        with replace_attributes([(part, detached) for part in parts]), defer_signals():
             yield
 
     def publish(self) -> None:

@@ -16,7 +16,7 @@ from ipufit.losses import Loss
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.partition.request import kind_of
-from ipufit.utils.interrupts import defer_sigint
+from ipufit.utils.interrupts import defer_signals
 
 if TYPE_CHECKING:
     from ipufit.planner.planning import PartitionEstimator
@@ -84,7 +84,7 @@ class DividedModule:
             return
         both = (partitions.training, partitions.inference)
         automatic = next((p for p in both if p is not None and p.is_automatic), None)
-        with defer_sigint():
+        with defer_signals():
             if automatic is not None and automatic.stages > 1:
                 self._find_stages(first, automatic)
             elif self._planned_memory is not None:
@@ -128,7 +128,7 @@ class DividedModule:
         partition = self.partitions.of(training)
         if partition is None or not partition.is_own or training in self._counted:
             return
-        with defer_sigint():
+        with defer_signals():
             stages = self._stages_of_blocks(first, training)
         self.partitions = self.partitions.with_stage_count(training, stages)
         self._counted.add(training)
@@ -166,7 +166,7 @@ class DividedModule:
             if example is None:
                 continue
             try:
-                with defer_sigint():
+                with defer_signals():
                     self._stages_of_blocks(example, training)
             except UncountedError as error:
                 self.follow_blocks(error, training)

@@ -12,7 +12,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job
 from ipufit.utils.error_collector import ErrorCollector
-from ipufit.utils.interrupts import defer_sigint
+from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.state import eval_mode, train_mode
 
 
@@ -45,7 +45,7 @@ def _running(
 def _measured(
     session: Session, batch: object, mode: Mode, seed: int, class_weight: object = None
 ) -> Dict[str, float]:
-    with _running(session, batch, mode, seed, class_weight) as (job, only), defer_sigint():
+    with _running(session, batch, mode, seed, class_weight) as (job, only), defer_signals():
         result = job.program.run(only)
         if mode is Mode.EVALUATE:
             job.explainer.examine(result.losses, only.micro_batches)

@@ -36,7 +36,7 @@ from ipufit.training import sanity_check
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.trainer import Job
 from ipufit.utils.console import warn_user
-from ipufit.utils.interrupts import defer_sigint
+from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import draw_seed, isolated
 from ipufit.utils.state import device_of
@@ -260,10 +260,13 @@ class Session:
             plan = dataclasses.replace(plan, samples=fixed_updates * plan.update_size)
         return plan
 
-    def _prepare_in_a_dtype(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
-        """Prepare with whole numbers in the first dtype that module and loss run with."""
-        explainer = self.explainer(job.mode, job.source.role)
-        with pipeline.watched(), explainer.explained([first]):
+    def _prepare_in_a_dtype(
+        self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec, started: List[Job]
+    ) -> None:
+        """Start with whole numbers in the first dtype that module and loss run with."""
+        explained = self.explainer(job.mode, job.source.role).explained([first])
+        # A worker process that ends meanwhile is no fault of what is recorded.
+        with pipeline.watched(), defer_signals(interrupts=False), explained:
             batch: Optional[MicroBatch] = first
             failure: Optional[Exception] = None
             while batch is not None:
@@ -275,8 +278,9 @@ class Session:
                     failure = failure or error
                     batch = pipeline.unpacker.recast()
                 else:
+                    started.append(prepared)
                     pipeline.unpacker.accept_dtypes(announce=self.processes.is_rank_zero)
-                    return prepared
+                    return
             assert failure is not None
             raise failure
 
@@ -302,8 +306,8 @@ class Session:
             # Where the loader does not say, all have the size of the first batch of process 0.
             sizes = processes.gather(pipeline.unpacker.micro_batch_size, "size of a batch")
             pipeline.unpacker.micro_batch_size = sizes[0]
-            start = functools.partial(self._prepare_in_a_dtype, pipeline, first, job)
-            processes.run_on_all_ranks(lambda: started.append(start()))
+            start = functools.partial(self._prepare_in_a_dtype, pipeline, first, job, started)
+            processes.run_on_all_ranks(start)
             if not processes.is_distributed or not self.fallback.follow(job.mode, processes):
                 return started[0]
             # They add up gradients in another way where the module itself runs.
@@ -357,7 +361,7 @@ class Session:
         program = self.build(plan, mode, job.seed, job.domain, wants_outputs, job.profile_folder)
         try:
             # An interrupt in the middle of a recording could leave torch recording for good.
-            with defer_sigint():
+            with defer_signals():
                 prepared = program.prepare(first)
             explainer.labels = prepared.loss.labels
             for doubt in prepared.loss.doubts if self.processes.is_rank_zero else ():
@@ -369,7 +373,7 @@ class Session:
                 sanity_check.probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
                 check_rows(prepared.outputs, first)
-            with defer_sigint():
+            with defer_signals():
                 tail = sanity_check.prepare_tail(program, plan, first, job.source, explainer)
             rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
@@ -544,7 +548,7 @@ class Session:
 
     def finish(self, program: Program) -> None:
         """Give the device back, and keep the count of updates; safe twice."""
-        with defer_sigint():
+        with defer_signals():
             try:
                 program.close()
             finally:

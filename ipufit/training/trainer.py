@@ -19,7 +19,7 @@ from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils.console import warn_user
 from ipufit.utils.fault_injection import raise_injected_fault
-from ipufit.utils.interrupts import ForkGuard, defer_sigint
+from ipufit.utils.interrupts import ForkGuard, defer_signals
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 
@@ -58,7 +58,7 @@ class Job(Measurement):
 
     def prepare(self) -> None:
         """Take over what callbacks have changed in the module or the optimizer."""
-        with defer_sigint(), self.explainer.explained([self.first]):
+        with defer_signals(), self.explainer.explained([self.first]):
             self.program.prepare(self.first)
 
     def _predict(self, batch: CombinedBatch) -> ExecutionResult:
@@ -207,7 +207,7 @@ class Trainer:
                 self._process.check()
                 raise_injected_fault(job.program, batch.updates(job.plan))
             # What explains an error runs the module, too.
-            with defer_sigint():
+            with defer_signals():
                 if job.explainer.is_apart:
                     # A wrong one would end the use of the GPU for the whole process.
                     job.explainer.check_labels(batch.micro_batches, self._batches)

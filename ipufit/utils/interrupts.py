@@ -14,13 +14,16 @@ import signal
 import sys
 import threading
 from contextvars import ContextVar
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Callable, Dict, Iterable, Iterator, List, Optional, Type
 
 from ipufit.errors import ConfigurationError
 
 _START = multiprocessing.process.BaseProcess.start.__code__
 _LOADER = "torch.utils.data.dataloader"
+_HANDLERS_OF_TORCH = "torch.utils.data._utils.signal_handling"
+# Windows has none, and no handler of torch's either.
+_SIGCHLD: int = getattr(signal, "SIGCHLD", signal.SIGINT)
 
 
 class ForkGuard:
@@ -49,30 +52,49 @@ class ForkGuard:
 
 
 @contextlib.contextmanager
-def defer_sigint() -> Iterator[None]:
-    """Hold SIGINT back until the block ends, even by an error; a second one interrupts at once.
+def defer_signals(interrupts: bool = True) -> Iterator[None]:
+    """Hold back what signals raise in the main thread until the block ends.
 
-    Does nothing outside the main thread, where Python delivers no signal, and where the user has a
-    handler of their own.
+    SIGINT raises then, even if the block ends by an error; a second one interrupts at once. The end
+    of a worker process of a DataLoader, which torch raises from SIGCHLD wherever the main thread is
+    just then, is raised after a block that ends without an error.
+
+    Does nothing outside the main thread, where Python delivers no signal, and where the user has
+    handlers of their own.
+
+    Args:
+        interrupts: whether SIGINT is held back, too.
     """
-    if not _is_main() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    pending = False
+    pending: List[int] = []
 
     def hold(number: int, frame: Optional[FrameType]) -> None:
-        nonlocal pending
-        if pending:
+        if number == signal.SIGINT and number in pending:
             raise KeyboardInterrupt
-        pending = True
+        pending.append(number)
 
-    signal.signal(signal.SIGINT, hold)
+    is_main = _is_main()
+    has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    holds_sigint = interrupts and is_main and has_default
+    of_workers = signal.getsignal(_SIGCHLD)
+    is_function = isinstance(of_workers, FunctionType)
+    holds_workers = is_main and is_function and of_workers.__module__ == _HANDLERS_OF_TORCH
+    if holds_sigint:
+        signal.signal(signal.SIGINT, hold)
     try:
+        if holds_workers:
+            signal.signal(_SIGCHLD, hold)
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if pending:
+        try:
+            if holds_workers:
+                signal.signal(_SIGCHLD, of_workers)
+        finally:
+            if holds_sigint:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.SIGINT in pending:
             raise KeyboardInterrupt
+    if pending and callable(of_workers):
+        of_workers(_SIGCHLD, None)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ipufit.utils.devices import accelerator_states, set_accelerator_states
-from ipufit.utils.interrupts import defer_sigint
+from ipufit.utils.interrupts import defer_signals
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -84,7 +84,7 @@ def preserve_state(
         try:
             yield
         finally:
-            with defer_sigint(), torch.no_grad():
+            with defer_signals(), torch.no_grad():
                 for tensor, value in values:
                     tensor.copy_(value)
                 for generator, value in drawing:

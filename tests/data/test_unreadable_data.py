@@ -5,9 +5,12 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Subset
 
 import ipufit
@@ -302,6 +305,47 @@ def test_a_loader_whose_workers_stay_can_be_read_again_after_one_died(prefetch, 
     file.unlink()
     history = fit(model, loader, loading=loading)
     assert len(history.history["loss"]) == 1
+
+
+# Worker processes that are still to be ended; a look at those that live forgets the dead.
+TO_END = []
+
+
+class Kills(nn.Linear):
+    """Ends a worker process of the loader when it is recorded, or in its fifth call."""
+
+    def __init__(self, when):
+        super().__init__(4, 3)
+        self.when = when
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.when == "run"
+        is_time = isinstance(x, FakeTensor) if self.when == "recorded" else self.calls == 5
+        if is_time and TO_END:
+            worker = multiprocessing.active_children()[TO_END.pop()]
+            os.kill(worker.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            # Python calls the handler of SIGCHLD between two of its steps.
+            time.sleep(0)
+        return super().forward(x)
+
+
+@pytest.mark.embedded_only("on IPUs the module runs in another place")
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="nobody can wait for a process here")
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("when", ["recorded", "run"])
+def test_a_worker_that_dies_in_the_module_is_no_fault_of_the_module(when, prefetch):
+    """fit ran it eagerly from then on, with a warning, or ended in the middle of an update."""
+    module = Kills(when)
+    model = compiled(module, run_eagerly=when == "run")
+    data = DataLoader(Samples(SAMPLES * 80), 4, num_workers=2)
+    TO_END[:] = [0]
+    with pytest.raises(DataError) as caught:
+        fit(model, data, loading=ipufit.Loading(prefetch=prefetch), gradient_accumulation=2)
+    assert re.match("training data(, batch .*)?: a worker process of the Data", str(caught.value))
+    # It dies in the first half of the third update.
+    assert (module.calls, model._session.updates) == ((6, 3) if when == "run" else (0, 0))
 
 
 @pytest.mark.long

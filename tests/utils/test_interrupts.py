@@ -20,7 +20,7 @@ from ipufit.data import loaders
 from ipufit.data.loaders import end_workers
 from ipufit.data.pipeline import fetch_ahead
 from ipufit.errors import DataError
-from ipufit.utils.interrupts import defer_sigint, is_interrupted, starting_processes
+from ipufit.utils.interrupts import defer_signals, is_interrupted, starting_processes
 
 pytestmark = [
     pytest.mark.both_engines,
@@ -316,7 +316,7 @@ def test_an_error_does_not_swallow_the_interrupt_before_it():
     """Ctrl-C reaches workers too, and torch raises from another signal that one has ended."""
 
     def run():
-        with defer_sigint():
+        with defer_signals():
             signal.raise_signal(signal.SIGINT)
             raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
 
@@ -324,6 +324,49 @@ def test_an_error_does_not_swallow_the_interrupt_before_it():
         run()
     assert isinstance(caught.value.__context__, RuntimeError)
     assert is_interrupted(caught.value)
+
+
+@pytest.fixture
+def end_of_a_worker():
+    """torch's handler of SIGCHLD, as it is after a worker has ended."""
+
+    def ended(number, frame):
+        raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+
+    ended.__module__ = "torch.utils.data._utils.signal_handling"
+    before = signal.signal(signal.SIGCHLD, ended)
+    yield ended
+    assert signal.getsignal(signal.SIGCHLD) is ended
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
+def test_the_end_of_a_worker_waits_for_the_end_of_a_block_and_for_its_own_error(
+    error, end_of_a_worker
+):
+    """In the middle of a recording it would look like an error of the module."""
+    seen = []
+
+    def run():
+        with defer_signals():
+            with defer_signals(interrupts=False):
+                signal.raise_signal(signal.SIGCHLD)
+                seen.append("inner")
+            if error is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
+            elif error is not None:
+                raise error
+            seen.append("outer")
+
+    with pytest.raises(error or RuntimeError):
+        run()
+    assert seen == (["inner"] if error is KeyError else ["inner", "outer"])
+
+
+def test_ctrl_c_need_not_wait_where_only_workers_do(end_of_a_worker):
+    with pytest.raises(KeyboardInterrupt), defer_signals(interrupts=False):
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("interrupt", [False, True])

@@ -33,7 +33,7 @@ from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, one_of
-from ipufit.utils.interrupts import defer_sigint
+from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.state import device_of, fork_rng, train_mode
 
 # Relative and absolute; None for those of the dtype.
@@ -77,7 +77,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     # A compiled update tells nothing of its operators, and would be compiled only for this.
     jit = GRAPH if session.config.jit == INDUCTOR else None
     trial = Trial(session, lambda: beside, jit)
-    with trial.running(source, plan, 0, lambda _: None) as job, defer_sigint():
+    with trial.running(source, plan, 0, lambda _: None) as job, defer_signals():
         return job.program.compare(job.first, reference, tolerance)
 
 
