@@ -8,13 +8,14 @@ on.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import sys
 import types
 import weakref
 import zlib
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,8 @@ from ipufit.losses import Loss
 from ipufit.tracing.user_lines import is_users, users_module
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import generator_state
-from ipufit.utils.state import MEMBERS, Place, ValueSnapshot, is_of_torch
+from ipufit.utils.state import GONE, MEMBERS, PLAIN, Place, ValueSnapshot, is_of_torch, version_of
 
-# Values that are compared by what they are, not by which object they are.
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # What is called of a module that is recorded; of a LightningModule, its steps.
 _ENTRIES = ("forward", "__call__", "training_step", "validation_step", "test_step", "predict_step")
@@ -184,11 +183,21 @@ class CodeReader:
             if name in value.__globals__:
                 self.places.append((name, value.__globals__, name, value.__globals__[name]))
                 self._note(name, value.__globals__[name], names, _DEPTH_OF_VALUES)
+        self._note_new_names(value, kind)
         self._read_own_variables(value, names)
         if kind is not None:
             for name in sorted(names):
                 self._note_member(kind, name, names)
         return None
+
+    def _note_new_names(self, function: types.FunctionType, kind: Optional[type]) -> None:
+        """Note the places of globals, and of attributes of classes, that code will make."""
+        variables, attributes = _new_names(function.__code__)
+        for name in variables.difference(function.__globals__):
+            self.places.append((name, function.__globals__, name, GONE))
+        for base in filter(_is_of_users, kind.__mro__ if kind is not None and attributes else ()):
+            for name in attributes.difference(vars(base)):
+                self.places.append((f"{base.__name__}.{name}", base, name, GONE))
 
     def _read_own_variables(self, function: types.FunctionType, names: Set[str]) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -261,6 +270,18 @@ def _names(code: types.CodeType) -> Set[str]:
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
     return names
+
+
+@functools.lru_cache(maxsize=1024)
+def _new_names(code: types.CodeType) -> Tuple[FrozenSet[str], FrozenSet[str]]:
+    """Names that a function's code binds: of globals, and of attributes of anything."""
+    names: Dict[str, Set[str]] = {"STORE_GLOBAL": set(), "STORE_ATTR": set()}
+    for part in (code, *code.co_consts):
+        is_code = isinstance(part, types.CodeType)
+        for step in dis.get_instructions(part) if is_code else ():
+            if step.opname in names:
+                names[step.opname].add(step.argval)
+    return frozenset(names["STORE_GLOBAL"]), frozenset(names["STORE_ATTR"])
 
 
 def _is_function(value: object) -> bool:
@@ -363,7 +384,7 @@ def _freeze(value: Any, depth: int, referents: List[object]) -> object:
     if _is_array(value) and value.nbytes <= _LARGEST_ARRAY:
         return (id(value), value.shape, zlib.crc32(value.tobytes()))
     if isinstance(value, Tensor):
-        return (id(value), value._version)
+        return (id(value), version_of(value))
     # Of what is called, numbers and strings; the rest of it may be large.
     settings = _freeze_attributes(value, PLAIN, 0, referents) if _has_settings(value) else ()
     return (id(value), settings)

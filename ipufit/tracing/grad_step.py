@@ -20,7 +20,7 @@ from ipufit.losses import Loss, LossFacts, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 from ipufit.tracing.capture import UNREGISTERED, capture
-from ipufit.tracing.fingerprint import PLAIN, StepModule
+from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
@@ -34,7 +34,7 @@ from ipufit.tracing.validate import (
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, device_of, eval_mode, train_mode
+from ipufit.utils.state import PLAIN, call_with, device_of, eval_mode, train_mode
 
 __all__ = [
     "Evaluated",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import linecache
 import re
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -17,9 +18,10 @@ from ipufit.tracing.fingerprint import CodeReader, StepModule
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.user_lines import Frame, Lines
+from ipufit.tracing.user_lines import Frame, Lines, users_module
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import LOCK, Generators, generator_state
+from ipufit.utils.state import parts_of
 
 
 def advise_call(frame: Optional[Frame]) -> str:
@@ -132,6 +134,10 @@ def _place(frame: Frame) -> str:
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 
+# Levels of objects and containers in which generators are looked for, and items of a container.
+_DEPTH, _MOST = 4, 100
+
+
 def reachable_generators(step: StepModule, with_torch: bool = True) -> List[Tuple[str, object]]:
     """Generators of the user's that code can reach, each once, with a title.
 
@@ -139,14 +145,40 @@ def reachable_generators(step: StepModule, with_torch: bool = True) -> List[Tupl
         step: whose code.
         with_torch: whether those of torch's are among them.
     """
-    objects = list(CodeReader(step).generators)
+    reader = CodeReader(step)
+    objects = list(reader.generators)
+    values: List[Tuple[str, object, int]] = []
+    followed: Set[int] = set()
     for part in step.owners():
-        for name, value in vars(part).items():
-            if generator_state(value) is not None:
-                objects.append((f"{type(part).__name__}.{name}", value))
-    once = {id(value): (title, value) for title, value in reversed(objects)}
-    pairs = once.values()
-    return [each for each in pairs if with_torch or not isinstance(each[1], torch.Generator)]
+        followed.add(id(part))
+        values.append((type(part).__name__, part, _DEPTH))
+    for title, _, _, value in reader.places:
+        values.append((title, value, _DEPTH - 1))
+    # Nearest first; the list grows.
+    for title, value, depth in values:
+        if generator_state(value) is not None:
+            objects.append((title, value))
+            continue
+        parts = vars(value) if depth == _DEPTH else parts_of(value) if depth else None
+        has_names = parts is not value
+        if not parts or (not has_names and len(parts) > _MOST):
+            continue
+        if has_names and depth < _DEPTH and not users_module(type(value)):
+            continue
+        for name in list(parts):
+            inner = parts[name] if isinstance(parts, dict) else name
+            if id(inner) not in followed:
+                followed.add(id(inner))
+                values.append((f"{title}.{name}" if has_names else title, inner, depth - 1))
+    pairs: Dict[int, Tuple[str, object]] = {}
+    counts: Dict[str, int] = collections.Counter()
+    for title, value in objects:
+        if id(value) not in pairs and (with_torch or not isinstance(value, torch.Generator)):
+            counts[title] += 1
+            # Modules of one class may each have one.
+            number = f" ({counts[title]})" if counts[title] > 1 else ""
+            pairs[id(value)] = f"{title}{number}", value
+    return list(pairs.values())
 
 
 def record_alone(

@@ -285,17 +285,17 @@ class Generators:
             set_generator(each, self._states[name])
 
     def start(self, seed: int) -> None:
-        """Let each draw the numbers of a seed."""
-        _, numbers, _ = random.Random(seed).getstate()
-        for each in self._objects.values():
+        """Let each draw numbers of its own that a seed says."""
+        for key, each in enumerate(self._objects.values(), seed):
             if isinstance(each, random.Random):
-                each.seed(seed)
+                each.seed(key)
             elif isinstance(each, torch.Generator):
-                each.manual_seed(seed)
+                each.manual_seed(key)
             elif hasattr(each, "bit_generator"):
-                each.bit_generator.state = type(each.bit_generator)(seed).state
+                each.bit_generator.state = type(each.bit_generator)(key).state
             else:
-                # The stream that Python's generator has for this seed.
+                # The stream that Python's generator has for this key.
+                _, numbers, _ = random.Random(key).getstate()
                 each.set_state(("MT19937", numbers[:-1], numbers[-1]))
 
 

@@ -150,6 +150,8 @@ def replaced(*attributes: Tuple[object, str, object]) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
+# Values that are compared by what they are, not by which object they are.
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # What contents are looked at and put back; subclasses of the user's may do anything when changed.
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 # Attributes of a module that hold its tensors and the modules in it.
@@ -185,6 +187,42 @@ class _Part:
     is_told: bool = False
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Change:
+    """Change of a value since a snapshot.
+
+    Attributes:
+        title: of its place for people, such as "Net.step", or "COUNT" of a global or a variable
+            around a function.
+        how: "set", "grown" (the contents of a container), or "written" (a tensor in place).
+        owner: what has the name that was set; else the container or the tensor.
+        name: that was set, or None.
+    """
+
+    title: str
+    how: str
+    owner: object
+    name: Optional[str] = None
+
+    @property
+    def key(self) -> str:
+        """Text that is the same for a later change of the same place, and for no other."""
+        return f"{self.title} {id(self.owner)}"
+
+    def probe(self) -> object:
+        """Return a value that differs once the place has changed again."""
+        value = self.owner if self.name is None else _value_at(self.owner, self.name)
+        if isinstance(value, PLAIN):
+            return (type(value), repr(value))
+        items: object = None
+        if isinstance(value, _CONTAINERS):
+            parts = [*value, *(value.values() if isinstance(value, dict) else ())]
+            is_small = len(parts) <= _MOST
+            items = [repr(p) if isinstance(p, PLAIN) else id(p) for p in parts if is_small]
+            items = (len(parts), items)
+        return (id(value), version_of(value), items)
+
+
 class ValueSnapshot:
     """Values that code can reach, at one time.
 
@@ -196,72 +234,106 @@ class ValueSnapshot:
         owners: modules and other objects that have attributes.
         places: where else the code reads.
         keeps_values: whether tensors among the attributes are copied, to be put back too.
+        is_users: tells of a class whether it is the user's; with it, what is at the places, in
+            containers, and in objects of such classes is told and put back, at every depth.
     """
 
     def __init__(
-        self, owners: Sequence[object], places: Sequence[Place] = (), keeps_values: bool = False
+        self,
+        owners: Sequence[object],
+        places: Sequence[Place] = (),
+        keeps_values: bool = False,
+        is_users: Optional[Callable[[type], bool]] = None,
     ) -> None:
         self._parts: List[_Part] = []
-        self._tensors: List[Tuple[str, bool, Tensor, int, Optional[Tensor]]] = []
+        self._tensors: Dict[int, Tuple[str, bool, Tensor, Optional[int], Optional[Tensor]]] = {}
         self._caches: List[Tuple[functools._lru_cache_wrapper[object], object]] = []
         self._places = places
+        self._keeps_values = keeps_values
+        self._is_deep = is_users is not None
+        self._is_users = is_users or (lambda kind: False)
+        self._told_of_torchs = ("training",) if self._is_deep else ()
         self._followed: Set[int] = set()
         for owner in owners:
             title, names, is_told = type(owner).__name__, vars(owner), not is_of_torch(owner)
             self._add(title, names, _DEPTH, has_names=True, is_whole=True, is_told=is_told)
             for name, value in names.items():
                 if isinstance(value, Tensor):
-                    copy = value.detach().clone() if keeps_values else None
-                    tensor = (f"{title}.{name}", is_told, value, value._version, copy)
-                    self._tensors.append(tensor)
+                    self._keep(f"{title}.{name}", value, is_told)
                 elif name in MEMBERS:
                     # What is done to parameters, buffers and modules is not told.
-                    self._add(title, value, _DEPTH, has_names=True, is_whole=True)
+                    self._add(title, value, 0, has_names=True, is_whole=True)
                 elif type(value) in _CONTAINERS and name not in _OF_TORCH:
                     named = f"{title}.{name}"
                     self._add(named, value, _DEPTH - 1, is_whole=True, is_told=is_told)
         for title, _, _, value in places:
-            self._follow(title, value, _DEPTH)
+            self._follow(title, value, _DEPTH, self._is_deep, self._is_deep)
         # Nearest first; the list grows.
         for part in self._parts:
-            for name in part.before if len(part.before) <= _MOST else ():
+            for name in part.before if part.depth and len(part.before) <= _MOST else ():
                 value = part.before[name] if isinstance(part.before, dict) else name
                 title = f"{part.title}.{name}" if part.has_names else part.title
-                self._follow(title, value, part.depth - 1)
+                is_whole = self._is_deep and part.is_whole
+                self._follow(title, value, part.depth - 1, is_whole, part.is_told)
 
     def _add(self, title: str, parts: Any, depth: int, **what: bool) -> None:
         self._followed.add(id(parts))
         self._parts.append(_Part(title, parts, copied(parts), depth, **what))
 
-    def _follow(self, title: str, value: object, depth: int) -> None:
+    def _keep(self, title: str, tensor: Tensor, is_told: bool) -> None:
+        if id(tensor) not in self._tensors and not tensor.is_meta:
+            copy = tensor.detach().clone() if self._keeps_values else None
+            self._tensors[id(tensor)] = title, is_told, tensor, version_of(tensor), copy
+
+    def _follow(self, title: str, value: object, depth: int, is_whole: bool, is_told: bool) -> None:
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches.append((value, value.cache_info()))
-        parts = _parts_of(value)
-        if parts is not None and depth and id(parts) not in self._followed:
-            self._add(title, parts, depth, has_names=parts is not value)
+        elif isinstance(value, Tensor) and is_whole:
+            self._keep(title, value, is_told)
+        parts = parts_of(value)
+        if parts is None or not depth or id(parts) in self._followed:
+            return
+        has_names = parts is not value
+        is_whole = is_whole and (not has_names or self._is_users(type(value)))
+        is_told = is_whole and is_told
+        self._add(title, parts, depth, has_names=has_names, is_whole=is_whole, is_told=is_told)
+
+    def tensors(self) -> List[Tuple[str, Tensor]]:
+        """List the tensors that are no parameters or buffers, each behind its title."""
+        return [(title, tensor) for title, _, tensor, _, _ in self._tensors.values()]
+
+    def changes(self) -> Iterator[Change]:
+        """Find what is bound to another value, gone, or has other contents.
+
+        Parameters, buffers and modules are left out, and what torch's own modules set; with
+        ``is_users``, a switch of their mode is told.
+        """
+        for part in self._parts:
+            if part.has_names:
+                names = {**part.before, **part.now} if part.is_told else self._told_of_torchs
+                for name in names:
+                    if not _is_equal(part.before.get(name, GONE), part.now.get(name, GONE)):
+                        yield Change(f"{part.title}.{name}", "set", part.now, name)
+            elif part.is_told and not _is_equal(part.before, part.now):
+                yield Change(part.title, "grown", part.now)
+        for title, owner, name, before in self._places if self._is_deep else ():
+            if not _is_equal(before, _value_at(owner, name)):
+                yield Change(title, "set", owner, name)
+        for title, is_told, tensor, version, value in self._tensors.values():
+            if is_told and _is_written(tensor, version, value):
+                yield Change(title, "written", tensor)
 
     def changed(self) -> List[str]:
-        """Name what is bound to another value, gone, or has other contents, as "Class.attribute".
-
-        Parameters, buffers and modules are left out, and what torch's own modules set.
-        """
+        """Name what is set, gone, or has other contents, as "Class.attribute"."""
         titles = set()
-        for part in self._parts:
-            if part.is_told and part.has_names:
-                for name in {**part.before, **part.now}:
-                    if part.before.get(name, self) is not part.now.get(name, self):
-                        titles.add(f"{part.title}.{name}")
-            elif part.is_told and not _is_same(part.now, part.before):
-                titles.add(part.title)
+        for change in self.changes():
+            if change.how != "written":
+                titles.add(change.title)
         return sorted(titles)
 
     def written(self) -> List[str]:
-        """Name the tensors among the attributes that were changed in place, likewise."""
-        return [
-            title
-            for title, is_told, tensor, version, _ in self._tensors
-            if is_told and tensor._version != version
-        ]
+        """Name the tensors that were changed in place, likewise."""
+        return [change.title for change in self.changes() if change.how == "written"]
 
     def restore(self) -> List[str]:
         """Put back every attribute, the values of tensors, and what was in each container.
@@ -269,13 +341,16 @@ class ValueSnapshot:
         Returns:
             Titles of what a recording had left elsewhere.
         """
-        for _, _, tensor, version, value in self._tensors:
-            if value is not None and tensor._version != version:
+        for _, _, tensor, version, value in self._tensors.values():
+            if value is not None and _is_written(tensor, version, value):
                 with torch.no_grad():
                     tensor.copy_(value)
         for part in self._parts:
             if part.is_whole:
                 refill(part.now, part.before)
+        for _, owner, name, before in self._places if self._is_deep else ():
+            if _value_at(owner, name) is not before:
+                _bind(owner, name, before)
         return self.forget()
 
     def forget(self) -> List[str]:
@@ -295,20 +370,69 @@ class ValueSnapshot:
                 titles.append(part.title)
                 refill(now, before)
         for title, owner, name, before in self._places:
-            now = owner.get(name) if isinstance(owner, dict) else getattr(owner, name)
-            if now is not before and _is_recorded(now):
+            value = _value_at(owner, name)
+            if value is not before and _is_recorded(value):
                 titles.append(title)
-                if isinstance(owner, dict):
-                    owner[name] = before
-                else:
-                    setattr(owner, name, before)
+                _bind(owner, name, before)
         for function, info in self._caches:
             if function.cache_info() != info:
                 function.cache_clear()
         return titles
 
 
-def _parts_of(value: object) -> Any:
+# Stands for the value of a name that is not bound.
+GONE = object()
+
+
+def _value_at(owner: object, name: str) -> object:
+    """Return what a global, a variable around a function or an attribute of a class has now."""
+    if isinstance(owner, (dict, type)):
+        return (owner if isinstance(owner, dict) else vars(owner)).get(name, GONE)
+    with contextlib.suppress(ValueError):  # of an empty cell
+        return getattr(owner, name, GONE)
+    return GONE
+
+
+def _bind(owner: object, name: str, value: object) -> None:
+    """Bind such a name again, or unbind it."""
+    if isinstance(owner, dict):
+        owner.pop(name, None)
+        owner.update({} if value is GONE else {name: value})
+    elif value is GONE:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _is_equal(before: object, now: object) -> bool:
+    """Compare as a program does: plain values by value, others by identity."""
+    if before is now:
+        return True
+    if isinstance(before, (*PLAIN, torch.device)):
+        return type(before) is type(now) and repr(before) == repr(now)
+    if isinstance(before, dict) and isinstance(now, dict):
+        return _is_equal([*before, *before.values()], [*now, *now.values()])
+    if isinstance(before, set) and isinstance(now, set):
+        return before == now
+    sequences = (list, tuple, deque)
+    if isinstance(before, sequences) and isinstance(now, sequences):
+        return len(before) == len(now) and all(map(_is_equal, before, now))
+    return False
+
+
+def version_of(value: object) -> Optional[int]:
+    """How often a tensor was changed in place; None where torch does not count that."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def _is_written(tensor: Tensor, version: Optional[int], value: Optional[Tensor]) -> bool:
+    """Tell whether a tensor was changed in place, by its values where there is a copy of them."""
+    if value is not None and tensor.layout is torch.strided:
+        return not same_values(tensor, value)
+    return version_of(tensor) != version
+
+
+def parts_of(value: object) -> Any:
     """Return what is in a container, or the attributes of an object; None of other values."""
     if isinstance(value, (*_CONTAINERS, tuple)):
         return value
@@ -321,7 +445,7 @@ def _is_recorded(value: object, depth: int = 4) -> bool:
     """Tell whether a value is, or holds, a tensor of a recording, which has no values."""
     if isinstance(value, FakeTensor):
         return True
-    parts = _parts_of(value) or ()
+    parts = parts_of(value) or ()
     inner = list(parts.values() if isinstance(parts, dict) else parts)
     return depth > 0 and any(_is_recorded(part, depth - 1) for part in inner)
 

@@ -582,6 +582,13 @@ def kept_in_a_global(net, size):
     return MASK
 
 
+def kept_in_a_new_global(net, size):
+    global NEW_MASK
+    if "NEW_MASK" not in globals():
+        NEW_MASK = Memo()(size)
+    return NEW_MASK
+
+
 def kept_in_a_list_of_a_global(net, size):
     return MASKS.setdefault("all", [Memo()(size)])[0]
 
@@ -633,6 +640,7 @@ KEPT = {
     "an object of the file": lambda net, size: MEMO(size),
     "a container of the file": kept_in_a_list_of_a_global,
     "a global": kept_in_a_global,
+    "a new global": kept_in_a_new_global,
     "a class": kept_in_a_class,
     "a variable around the function": kept_in_a_closure(),
     "a default": kept_in_a_default,
@@ -643,6 +651,7 @@ KEPT = {
 def nothing_kept(monkeypatch):
     """Each test begins without masks."""
     monkeypatch.setitem(globals(), "MASK", None)
+    globals().pop("NEW_MASK", None)
     monkeypatch.setattr(KeepsMask, "mask", None)
     for memo in (MEMO, *kept_in_a_default.__defaults__):
         memo.masks.clear()

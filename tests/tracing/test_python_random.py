@@ -52,6 +52,19 @@ class Held(Layers):
         return self.generator.random()
 
 
+class Numbers:
+    """Has generators of its own, in a list."""
+
+    def __init__(self):
+        self.generators = [np.random.default_rng(3)]
+
+    def random(self):
+        return self.generators[0].random()
+
+
+NUMBERS = Numbers()
+
+
 def of_python():
     return random.random()
 
@@ -62,6 +75,10 @@ def of_numpy():
 
 def of_global_generator():
     return RNG.random()
+
+
+def of_global_object():
+    return NUMBERS.random()
 
 
 def mixed(prediction, target):
@@ -80,6 +97,12 @@ CASES = {
     "random": (layers(of_python), "random", "random.random()", "torch.rand"),
     "numpy": (layers(of_numpy), "numpy.random", "np.random.uniform(0, 1)", "torch.rand"),
     "global": (layers(of_global_generator), "RNG", "RNG.random()", "torch.rand"),
+    "global object": (
+        layers(of_global_object),
+        "NUMBERS.generators",
+        "self.generators[0].random()",
+        "torch.rand",
+    ),
     "held by numpy": (
         lambda: (Held(np.random.default_rng(3)), "cross_entropy"),
         "Held.generator",
@@ -90,6 +113,12 @@ CASES = {
         lambda: (Held(random.Random(3)), "cross_entropy"),
         "Held.generator",
         "self.generator.random()",
+        "torch.rand",
+    ),
+    "held by an object": (
+        lambda: (Held(Numbers()), "cross_entropy"),
+        "Held.generator.generators",
+        "self.generators[0].random()",
         "torch.rand",
     ),
     "loss": (
@@ -192,6 +221,40 @@ def test_a_run_without_a_recording_draws_anew(make):
     twice = torch.cat([X[:4], X[:4]])
     outputs = model.predict(twice, batch_size=4, verbose=0)
     assert torch.equal(outputs[:4], outputs[4:]) == (make is CASES["loss"][0])
+
+
+class Drawing(nn.Module):
+    """Notes the numbers of its generator."""
+
+    def __init__(self, generator, numbers):
+        super().__init__()
+        self.generator = generator
+        self.note = numbers.append
+
+    def forward(self, x):
+        number = float(self.generator.random())
+        self.note(number)
+        return x * number
+
+
+@runs_eagerly
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_generators_of_modules_of_one_class_each_follow_the_seed(make):
+    """All but one went on where they were; nor may they draw the same."""
+    fits = []
+    for own in (1, 5):
+        generators, numbers = [make(own), make(own + 1)], []
+        parts = [Drawing(generator, numbers) for generator in generators]
+        module = nn.Sequential(*parts, nn.Linear(8, 3))
+        model = compiled(lambda module=module: (module, "cross_entropy"), run_eagerly=True)
+        model.fit(X, Y, batch_size=8, seed=3, verbose=0)
+        # What is before them was drawn to see the outputs.
+        fits.append(numbers[-8:])
+        assert [each.random() for each in generators] == [
+            make(number).random() for number in (own, own + 1)
+        ]
+    assert fits[0] == fits[1]
+    assert len(set(fits[0])) == 8
 
 
 HARMLESS = (

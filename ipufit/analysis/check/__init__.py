@@ -4,7 +4,7 @@
 """
 
 # check.py runs the module a few times (runs.py) and compares what it did. recorders.py has its
-# operators, prints and seeds, python_state.py values of Python. findings.py turns each into a
+# operators, prints and seeds, a ValueSnapshot values of Python. findings.py turns each into a
 # Finding of the CheckReport; a new kind needs its text there, and a row in docs/check.md.
 
 from __future__ import annotations

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from typing import Dict, Iterator, List, Optional, Sequence
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.analysis.check import findings
-from ipufit.analysis.check.python_state import Change, OwnedName, PythonSnapshot, write_back
 from ipufit.analysis.check.recorders import OutputEvents, differences, quiet, same_results
 from ipufit.analysis.check.runs import CheckRun, ModuleUnderTest
 from ipufit.core.batch import MicroBatch, Mode
@@ -19,14 +18,17 @@ from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, IpufitError, LossError, brief_error
 from ipufit.losses import LossFacts
 from ipufit.partition.partition import NOT_DIVIDED
+from ipufit.tracing.fingerprint import CodeReader
+from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.ipu_only import only_on_ipus
-from ipufit.tracing.user_lines import Frame, Lines, frame_of, user_frame
+from ipufit.tracing.untraced_random import reachable_generators
+from ipufit.tracing.user_lines import Frame, Lines, frame_of, user_frame, users_module
 from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batch_errors
 from ipufit.training.session import Session
 from ipufit.training.summary import no_batch, sample_of
-from ipufit.utils.random_streams import isolated, seed_generators
-from ipufit.utils.state import eval_mode, replaced, train_mode
+from ipufit.utils.random_streams import Generators, isolated, seed_generators
+from ipufit.utils.state import Change, ValueSnapshot, eval_mode, replaced, same_values, train_mode
 
 # Where torch's generator starts in every run: only then may results be compared.
 _KEY = 0x1F17
@@ -49,7 +51,9 @@ class _CheckSuite:
     is_training: bool
 
     def __post_init__(self) -> None:
-        self._snapshot = PythonSnapshot(self.tested.step)
+        self._snapshot = self._values()
+        self._reachable = dict(reachable_generators(self.tested.step))
+        self._generators = Generators([*self._reachable.items()])
         self._changes: List[Change] = []
         self._drawn: List[str] = []
 
@@ -65,7 +69,19 @@ class _CheckSuite:
         try:
             return self._run()
         finally:
-            self._snapshot.restore()
+            self._restore()
+
+    def _values(self) -> ValueSnapshot:
+        step = self.tested.step
+        return ValueSnapshot(step.owners(), CodeReader(step).places, True, users_module)
+
+    def _titles(self) -> Dict[int, str]:
+        """Return, by storage, where tensors lie that are no state of the module."""
+        return {storage_id(tensor): title for title, tensor in self._snapshot.tensors()}
+
+    def _restore(self) -> None:
+        self._snapshot.restore()
+        self._generators.restore()
 
     def _run(self) -> Optional[Sequence[str]]:
         first = self._recorded()
@@ -103,7 +119,7 @@ class _CheckSuite:
     def _recorded(self, rolled: bool = False) -> CheckRun:
         seed_generators(_KEY, self.tested.device)
         with self.tested.step.forget_recording():
-            run = self.tested.recorded(self._snapshot.titles(), self.is_training, rolled)
+            run = self.tested.recorded(self._titles(), self.is_training, rolled)
             # Before what the recording has left is forgotten.
             self._changes += self._snapshot.changes()
         return run
@@ -113,14 +129,14 @@ class _CheckSuite:
     ) -> CheckRun:
         seed_generators(_KEY, self.tested.device)
         note = None if read is None else read.append
-        titles = self._snapshot.titles()
+        titles = self._titles()
         return self.tested.ran(titles, self.is_training, self.pristine, note, around)
 
     def _undo(self) -> None:
         """Set back what a run has changed, and note it."""
         self._changes += self._snapshot.changes()
-        self._drawn += self._snapshot.interpreter.drawn()
-        self._snapshot.restore()
+        self._drawn += self._generators.drawn()
+        self._restore()
 
     def _is_recordable(self, recorded: CheckRun, valued: CheckRun) -> bool:
         """Return False if nothing can be found out, because the module itself fails.
@@ -162,39 +178,39 @@ class _CheckSuite:
 
     def _follow(self) -> None:
         """Run without recording several times, and find the lines at which values change."""
-        snapshot, drawn = self._snapshot, dict.fromkeys(self._drawn)
-        probes = {_name(change.place): snapshot.probe(change) for change in self._changes}
-        probes.update((name, snapshot.interpreter.probes[name]) for name in drawn)
+        drawn = dict.fromkeys(self._drawn)
+        probes: Dict[str, Callable[[], object]] = {c.key: c.probe for c in self._changes}
+        probes.update((name, self._generators.probes[name]) for name in drawn)
         lines = Lines(probes)
         runs: List[CheckRun] = []
         by_run: List[List[Change]] = []
-        before = snapshot
+        before = self._snapshot
         for _ in range(3):
             runs.append(self._valued(around=lines))
-            by_run.append(before.changes())
+            by_run.append(list(before.changes()))
             if runs[-1].error is not None and not isinstance(runs[-1].error, IpufitError):
                 break
-            snapshot.restore_generators()
-            before = PythonSnapshot(self.tested.step)
+            self._generators.restore()
+            before = self._values()
         repeated = by_run[1:] if len(by_run) > 1 else by_run
         again = _by_place([c for part in repeated for c in part])
-        # A generator was set back between the runs.
-        again.update(_by_place([c for c in by_run[0] if c.how == "drawn"]))
-        titles = findings.titles_of(list(again.values()))
         programs = [run.recorder.operations for run in runs]
         unlike = differences(*programs[1:]) if len(runs) == 3 else []
         if not unlike and len(runs) > 1 and not same_results(runs[0].results, runs[1].results):
             # What the first call alone does, such as a start from data.
             unlike = differences(*programs[:2])[:1]
             again = {**_by_place(by_run[0]), **again}
-            titles = findings.titles_of(list(again.values()))
+        titles = [*findings.titles_of(again.values()), *(n for n in drawn if n in self._reachable)]
         self.collector.add(*(findings.differs_at(difference, titles) for difference in unlike))
-        for name, change in again.items():
-            frames: Sequence[Optional[Frame]] = list(lines.lines.get(name, ())) or [None]
+        for key, change in again.items():
+            frames: Sequence[Optional[Frame]] = list(lines.lines.get(key, ())) or [None]
             self.collector.add(*(findings.changed_at(change, frame) for frame in frames))
         for name in drawn:
-            frames = list(lines.lines[name]) or [None]
-            self.collector.add(*(findings.drawn_at(name, frame) for frame in frames))
+            for place in lines.lines[name] or [None]:
+                if isinstance(self._reachable.get(name), torch.Generator):
+                    self.collector.add(findings.generator_at(place))
+                else:
+                    self.collector.add(findings.drawn_at(name, place))
 
 
 def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List[CaptureError]:
@@ -208,12 +224,8 @@ def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List
     return list(read[places.index(place) :]) if place in places else list(read)
 
 
-def _name(place: OwnedName) -> str:
-    return f"{place.owner.kind} {place.title} {id(place.owner.thing)}"
-
-
-def _by_place(changes: Sequence[Change]) -> Dict[str, Change]:
-    return {_name(change.place): change for change in changes}
+def _by_place(changes: Iterable[Change]) -> Dict[str, Change]:
+    return {change.key: change for change in changes}
 
 
 def _is_about_gradients(error: BaseException) -> bool:
@@ -292,7 +304,9 @@ def _put_back(tested: ModuleUnderTest) -> Iterator[Dict[str, Tensor]]:
         yield pristine
     finally:
         for name, tensor in state.items():
-            write_back(tensor, pristine[name])
+            if not same_values(tensor, pristine[name]):
+                with torch.no_grad():
+                    tensor.copy_(pristine[name])
             if name in gradients and tensor.grad is not gradients[name]:
                 tensor.grad = gradients[name]
 

@@ -7,10 +7,8 @@ import linecache
 import re
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
-import torch
 from torch import nn
 
-from ipufit.analysis.check.python_state import Change
 from ipufit.analysis.check.recorders import TraceDifference
 from ipufit.errors import CaptureError
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
@@ -18,6 +16,7 @@ from ipufit.tracing.untraced_random import advise_call, describe_draw
 from ipufit.tracing.user_lines import Frame, users_module
 from ipufit.tracing.validate import line_of
 from ipufit.utils.console import TextReport
+from ipufit.utils.state import Change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,25 +201,20 @@ def _is_in(title: str, source: str) -> bool:
 
 def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
     """Report a value that forward leaves changed."""
-    place = change.place
     where = frame or _NOWHERE
-    if change.how == "drawn":
-        if isinstance(change.value, torch.Generator):
-            return generator_at(frame)
-        return drawn_at(place.title, frame)
-    if place.name == "training" and place.owner.kind == "attribute":
-        text = f"forward switches {place.title}, but the program keeps its recorded mode"
+    if change.name == "training":
+        text = f"forward switches {change.title}, but the program keeps its recorded mode"
         cure = "Leave train and eval mode to fit, and read self.training."
         return Finding("mode", "error", *where, text, cure)
     if change.how == "written":
         text = (
-            f"the tensor {place.title} is changed in forward, but it is not a buffer, so the "
+            f"the tensor {change.title} is changed in forward, but it is not a buffer, so the "
             "program keeps its first value"
         )
         cure = "Register it as a buffer: self.register_buffer(name, tensor)."
         return Finding("folded", "error", *where, text, cure)
-    is_global = place.owner.kind == "global"
-    title = f"the global {place.title}" if is_global else place.title
+    is_global = "." not in change.title
+    title = f"the global {change.title}" if is_global else change.title
     if change.how == "grown":
         text = f"forward changes the contents of {title}, but runs only once, to be recorded"
         cure = (
@@ -290,9 +284,9 @@ def output_at(frame: Frame, how: str) -> Finding:
     return Finding("output", "warning", *frame, text, cure)
 
 
-def titles_of(changes: Sequence[Change]) -> Tuple[str, ...]:
+def titles_of(changes: Iterable[Change]) -> Tuple[str, ...]:
     """Return the titles of places that have changed, each once."""
-    return tuple(dict.fromkeys(change.place.title for change in changes))
+    return tuple(dict.fromkeys(change.title for change in changes))
 
 
 _UNUSED = (

@@ -86,7 +86,7 @@ class CountsInAClosure(Base):
 
         def shift(x):
             nonlocal count
-            count += 1
+            count += 1  # finds: global
             return x + count  # finds: constant
 
         self.shift = shift
@@ -192,6 +192,31 @@ class HasAGeneratorOfTorchs(Base):
 
     def before(self, x):
         return x + torch.rand(4, generator=self.generator)  # finds: generator
+
+
+@faulty
+class HasAnObjectWithAGenerator(Base):
+    class Shift:
+        def __init__(self, seed):
+            self.generators = [np.random.default_rng(seed)]
+
+        def draw(self):
+            return float(self.generators[0].random())  # finds: random
+
+    def __init__(self):
+        super().__init__()
+        self.shift = self.Shift(0)
+
+    def before(self, x):
+        return x + self.shift.draw()
+
+
+@faulty
+class SetsANewGlobal(Base):
+    def before(self, x):
+        global NEW
+        NEW = x * 2  # finds: global
+        return x
 
 
 @faulty
