@@ -99,10 +99,10 @@ def test_blocks_that_only_forward_begins_need_the_number_of_ipus(blocks, said, e
     """The error says so, and a name is shown if there is one."""
     model = compiled(Stack(blocks), engine, config=IPUConfig(**OWN))
     assert fault(ran, model) == (
-        "a module is divided by its own blocks or by the arguments of compile, but it has "
-        f"{said} is divided by stages or layers_per_ipu too. Take its blocks away with "
-        "poptorch.removeBlocks(module), or leave the arguments out; beside a config with "
-        "layers_per_ipu=[-1], pass ipus_per_replica=2."
+        "a module is divided either by its own blocks or by arguments of compile, but it has "
+        f"{said} also stages or layers_per_ipu. Remove its blocks with "
+        "poptorch.removeBlocks(module), or leave the arguments out; with layers_per_ipu=[-1] in "
+        "a config, pass ipus_per_replica=2."
     )
     ran(
         compiled(
