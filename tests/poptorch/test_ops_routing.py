@@ -356,7 +356,9 @@ def test_a_recurrent_layer_is_one_operator(kind):
         recorded = record(lambda x: layer(x, start)[0], steps)
         counts.append(len(recorded.operators))
         assert recorded.operators.count("ipufit.recurrent.default") == 1
-        assert torch.equal(recorded(steps)[0], layer(steps, start)[0])
+        # What is recorded follows nothing back, for which oneDNN has another kernel on some CPUs.
+        with torch.no_grad():
+            assert torch.equal(recorded(steps)[0], layer(steps, start)[0])
     assert counts[0] == counts[1]
 
 
