@@ -730,6 +730,7 @@ def test_lazy_parameters_get_their_shape_with_the_first_batch(eager):
     torch.testing.assert_close(rows, torch.cat([net.eval()(x) for x, _ in data]).detach())
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_lazy_part_that_no_forward_reaches_is_refused():
     """Nobody knows its shape."""
     net = Lazy()
