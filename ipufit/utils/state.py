@@ -217,9 +217,8 @@ class Change:
         items: object = None
         if isinstance(value, _CONTAINERS):
             parts = [*value, *(value.values() if isinstance(value, dict) else ())]
-            is_small = len(parts) <= _MOST
-            items = [repr(p) if isinstance(p, PLAIN) else id(p) for p in parts if is_small]
-            items = (len(parts), items)
+            few = parts if len(parts) <= _MOST else []
+            items = len(parts), [repr(p) if isinstance(p, PLAIN) else id(p) for p in few]
         return (id(value), version_of(value), items)
 
 
@@ -308,10 +307,13 @@ class ValueSnapshot:
         Parameters, buffers and modules are left out, and what torch's own modules set; with
         ``is_users``, a switch of their mode is told.
         """
+        yield from self._rebound()
+        yield from self.written()
+
+    def _rebound(self) -> Iterator[Change]:
         for part in self._parts:
             if part.has_names:
-                names = {**part.before, **part.now} if part.is_told else self._told_of_torchs
-                for name in names:
+                for name in {**part.before, **part.now} if part.is_told else self._told_of_torchs:
                     if not _is_equal(part.before.get(name, GONE), part.now.get(name, GONE)):
                         yield Change(f"{part.title}.{name}", "set", part.now, name)
             elif part.is_told and not _is_equal(part.before, part.now):
@@ -319,6 +321,9 @@ class ValueSnapshot:
         for title, owner, name, before in self._places if self._is_deep else ():
             if not _is_equal(before, _value_at(owner, name)):
                 yield Change(title, "set", owner, name)
+
+    def written(self) -> Iterator[Change]:
+        """Find the tensors that were changed in place, likewise."""
         for title, is_told, tensor, version, value in self._tensors.values():
             if is_told and _is_written(tensor, version, value):
                 yield Change(title, "written", tensor)
@@ -326,14 +331,9 @@ class ValueSnapshot:
     def changed(self) -> List[str]:
         """Name what is set, gone, or has other contents, as "Class.attribute"."""
         titles = set()
-        for change in self.changes():
-            if change.how != "written":
-                titles.add(change.title)
+        for change in self._rebound():
+            titles.add(change.title)
         return sorted(titles)
-
-    def written(self) -> List[str]:
-        """Name the tensors that were changed in place, likewise."""
-        return [change.title for change in self.changes() if change.how == "written"]
 
     def restore(self) -> List[str]:
         """Put back every attribute, the values of tensors, and what was in each container.

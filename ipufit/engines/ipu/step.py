@@ -156,10 +156,11 @@ class IpuStep(StepModule):
         refuse_rebinding(self, tensors_by_name, places)
         # Noted here, since a PopTorch may put them back when it has traced.
         self.traced.attributes = attributes.changed()
-        for name in attributes.written():
+        for change in attributes.written():
             raise ConfigurationError(
-                f"forward must not change {name} on an IPU, where a tensor that is not a buffer is "
-                "a constant. Register it as a buffer of float32, or use engine='embedded'."
+                f"forward must not change {change.title} on an IPU, where a tensor that is not a "
+                "buffer is a constant. Register it as a buffer of float32, or use "
+                "engine='embedded'."
             )
         self._note_changes(versions)
         result: List[Tensor] = []
