@@ -46,7 +46,7 @@ _READ_AGAIN = (
 
 
 # Loaders of which only one reader at a time gets every batch.
-_BEING_READ: weakref.WeakSet[object] = weakref.WeakSet()
+_BEING_READ: weakref.WeakKeyDictionary[object, object] = weakref.WeakKeyDictionary()
 
 
 class DataAdapter:
@@ -98,6 +98,8 @@ class DataAdapter:
         self._worker: Optional[Tuple[int, int]] = None
         self._has_yielded = False
         self._being_read: object = None
+        # Stands for the present pass, over a loader that no other one may read meanwhile.
+        self._claim: object = None
         self._reader: Optional[LoaderReader] = None
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
@@ -310,13 +312,14 @@ class DataAdapter:
                 "read; torch would end the first iteration early, and samples would be lost. "
                 "Use a second DataLoader over the same dataset."
             )
+        self._claim = claim = object() if exclusive else None
         if exclusive:
-            _BEING_READ.add(loader)
+            _BEING_READ[loader] = claim
         try:
             yield from self._read(loader, stream, horizon or ReadAhead(), portion)
         finally:
-            if exclusive:
-                _BEING_READ.discard(loader)
+            if exclusive and _BEING_READ.get(loader) is claim:
+                del _BEING_READ[loader]
 
     def _read(
         self,
@@ -387,7 +390,9 @@ class DataAdapter:
                 loaders.reads_as_torch(loader)
                 and (is_interrupted(sys.exc_info()[1]) or loaders.has_lost_worker(finished))
             ):
-                forget_workers(loader)
+                # Those of a later pass are not ours.
+                if _BEING_READ.get(loader) is self._claim:
+                    forget_workers(loader)
                 loaders.end_workers(finished)
             del finished
 
@@ -396,8 +401,9 @@ class DataAdapter:
         loaders.kill_workers(self._being_read)
         loader: Any = self.loader
         if loaders.reads_as_torch(loader) and loader.persistent_workers:
-            # Of those of this pass there are none left to go on with.
+            # Of those of this pass there are none left to go on with, and nobody waits for it.
             forget_workers(loader)
+            _BEING_READ.pop(loader, None)
 
     def _batches(
         self,

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Subset
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError
+from ipufit.utils.random_streams import DataStream
 from tests.faulty import Batches, Samples, Stream, batches, compiled, fit, refused
 from tests.told import message
 
@@ -304,6 +306,28 @@ def test_a_loader_whose_workers_stay_can_be_read_again_after_one_died(prefetch, 
     file.unlink()
     history = fit(model, loader, loading=loading)
     assert len(history.history["loss"]) == 1
+
+
+@pytest.mark.long("ipu-standin")
+def test_a_pass_that_was_given_up_keeps_the_loader_from_nobody():
+    """On a busy machine its thread may take longer to notice than the user is kept waiting."""
+    loader = DataLoader(Samples(SAMPLES), 4, num_workers=2, persistent_workers=True)
+    source, other = DataAdapter(loader, "data"), DataAdapter(loader, "data")
+    left = source.epoch(DataStream(0, "data", 0))
+    next(left)
+    source.give_up()
+    count = len(list(other.epoch(DataStream(0, "data", 1))))
+    assert count == len(loader)
+    workers = set(multiprocessing.active_children())
+    assert len(workers) == 2
+    # It lets go of nothing that the later pass has.
+    begun = other.epoch(DataStream(0, "data", 2))
+    next(begun)
+    left.close()
+    with pytest.raises(DataError, match="already being read"):
+        next(source.epoch(DataStream(0, "data", 3)))
+    assert len(list(begun)) == count - 1
+    assert set(multiprocessing.active_children()) == workers
 
 
 # Worker processes that are still to be ended; a look at those that live forgets the dead.
