@@ -28,20 +28,28 @@ def autocast_state(device: torch.device) -> Tuple[Any, ...]:
     return (torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype())
 
 
-def without_autocast(
-    graph: Callable[..., List[Tensor]], arguments: Sequence[Tensor]
-) -> Callable[..., List[Tensor]]:
-    """The recorded graph as it is: the casts of its own autocast are operators in it."""
-    kind = arguments[-1].device.type
-    is_on = _autocast_switch(kind)
+class WithoutAutocast:
+    """Calls a recorded graph as it is: the casts of its own autocast are operators in it.
 
-    def run(*tensors: Tensor) -> List[Tensor]:
-        if not is_on():
-            return graph(*tensors)
-        with torch.autocast(kind, enabled=False):
-            return graph(*tensors)
+    Args:
+        graph: what is called.
+        arguments: like those of the calls.
 
-    return run
+    Attributes:
+        graph: as passed; another one may take its place.
+    """
+
+    def __init__(self, graph: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) -> None:
+        self.graph = graph
+        self._kind = arguments[-1].device.type
+        self._is_on = _autocast_switch(self._kind)
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """Call the graph."""
+        if not self._is_on():
+            return self.graph(*tensors)
+        with torch.autocast(self._kind, enabled=False):
+            return self.graph(*tensors)
 
 
 def _autocast_switch(kind: str) -> Callable[[], bool]:

@@ -10,9 +10,10 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import Callback, LambdaCallback
+from ipufit.engines.embedded.autotune import AutotunedWay
 from tests.bench.workloads import LEARNING_RATE, Batches
 
-__all__ = ["Marks", "compiled", "first_losses", "seconds_of_epochs"]
+__all__ = ["Marks", "compiled", "first_losses", "seconds_of_epochs", "until_settled"]
 
 
 class Marks(Callback):
@@ -55,6 +56,31 @@ def seconds_of_epochs(
         given = {"shuffle": False, "verbose": 0, "seed": 0, **how}
         model.fit(x, y, epochs=epochs, callbacks=[marks], **given)
         return marks.epochs
+
+    return rounds
+
+
+class _Settled(Callback):
+    """Ends a fit once it is known which updates run compiled, and which don't."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Look at what was chosen so far."""
+        way = self.model._session.engine.training.way
+        tuners = way._by_kind.values() if isinstance(way, AutotunedWay) else ()
+        self.model.stop_training = all(tuner._choice is not None for tuner in tuners)
+
+
+def until_settled(model: ipufit.Model, x: Any, y: Any, **how: Any) -> Callable[[int], Any]:
+    """Fits as one does who trains for days, until nothing in the way updates run changes any more.
+
+    What was chosen and compiled is kept for a later process.
+    """
+
+    def rounds(epochs: int) -> List[float]:
+        given = {"shuffle": False, "verbose": 0, "seed": 0, **how}
+        start = time.perf_counter()
+        model.fit(x, y, epochs=10**7, callbacks=[_Settled()], **given)
+        return [time.perf_counter() - start]
 
     return rounds
 

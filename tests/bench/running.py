@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Optional
 
 __all__ = ["Running", "serve"]
 
@@ -20,18 +20,20 @@ class Running:
     Args:
         module: calls :func:`serve`.
         arguments: of its command line.
+        cache: where ipufit keeps what a later process finds; None for the user's place.
 
     Attributes:
         name: the last argument.
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, cache: Optional[str] = None) -> None:
         self.name = (module, *arguments)[-1]
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **({} if cache is None else {"IPUFIT_CACHE_DIR": cache})},
         )
 
     def ask(self, **what: Any) -> Dict[str, Any]:

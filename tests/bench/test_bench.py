@@ -8,6 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
+from ipufit.engines.embedded.autotune import JitAutotuner
+from ipufit.engines.embedded.programs import training
+from tests.bench import __main__ as bench
 from tests.bench import costs as bench_costs
 from tests.bench import curves, first_update, limits, shares
 from tests.bench.__main__ import ALL, Extent, check, first, measured, tables
@@ -22,7 +25,15 @@ from tests.bench.costs import (
 )
 from tests.bench.curves import CURVES, Curve, medians, one_round
 from tests.bench.limits import Limit, best_rate, limit_table, operations
-from tests.bench.peers import BY_HAND, COMPILED, OWN, PEERS
+from tests.bench.peers import (
+    BY_HAND,
+    COMPILED,
+    EARLIER,
+    FIRST_RUN,
+    LONG_RUN,
+    OWN,
+    PEERS,
+)
 from tests.bench.report import Result, points_table, table, times, write
 from tests.bench.running import Running
 from tests.bench.workloads import WORKLOADS
@@ -141,6 +152,65 @@ def test_peers_are_measured_in_processes_of_their_own(shared):
         assert len(result.seconds) == TINY.rounds
         assert min(result.seconds) > 0
         assert (result.peak is None) == shared
+
+
+class Asked:
+    """Stands for a process; notes its cache, and what it is asked."""
+
+    running = ()
+
+    def __init__(self, module, name, cache):
+        self.name, self.cache, self.work = name, cache, []
+        self.running.append(self)
+
+    def ask(self, **what):
+        self.work.append((what["do"], what["workload"]))
+        return {"losses": [1.0], "seconds": [1.0], "peak": 1.0}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.work.append("ends")
+
+
+def test_only_a_later_run_finds_what_another_has_left(monkeypatch):
+    """An earlier one, which has ended before any is timed; every other cache begins empty."""
+    monkeypatch.setattr(Asked, "running", [])
+    monkeypatch.setattr(bench, "Running", Asked)
+    measured(["mlp"], [OWN, FIRST_RUN, BY_HAND], TINY)
+    earlier, own, *others = Asked.running
+    assert [peer.name for peer in Asked.running] == [EARLIER, OWN, FIRST_RUN, BY_HAND]
+    assert earlier.work == [("rounds", "mlp"), "ends"]
+    assert earlier.cache == own.cache
+    assert len({own.cache, *(peer.cache for peer in others)}) == 3
+
+
+def test_a_quick_look_has_no_earlier_run(monkeypatch):
+    monkeypatch.setattr(Asked, "running", [])
+    monkeypatch.setattr(bench, "Running", Asked)
+    names = bench._names(quick=True)
+    assert set(PEERS).difference(names) == {COMPILED, FIRST_RUN}
+    measured(["mlp"], names, TINY)
+    assert EARLIER not in [peer.name for peer in Asked.running]
+
+
+@pytest.mark.parametrize("choice", ["graph", None])
+def test_an_earlier_run_goes_on_until_its_updates_are_settled(choice, monkeypatch):
+    """So that a later one finds what a training of days would leave."""
+    work = ALL["mlp"].of(4)
+    asked = []
+
+    def chosen(tuner, make_trial):
+        asked.append(tuner)
+        tuner._choice = "graph" if len(asked) > 2 else None
+
+    monkeypatch.setattr(JitAutotuner, "choose", chosen)
+    monkeypatch.setattr(training, "missing", lambda: None if choice else "a compiler")
+    rounds, _ = LONG_RUN(work)
+    (seconds,) = rounds(1)
+    assert seconds > 0
+    assert len(asked) == (3 if choice else 0)
 
 
 @pytest.mark.long

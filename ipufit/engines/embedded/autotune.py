@@ -97,7 +97,7 @@ class JitAutotuner:
 
     def after(self, count: int) -> None:
         """Look at an execution of so many, and compile if that pays now."""
-        if self._choice is None and not self._is_begun:
+        if self._choice is None and not self._is_begun and self.compiled.are_kernels_settled:
             self._seconds = min(self._seconds, (self._clock() - self._start) / count)
             if self._pays():
                 self._is_begun = True

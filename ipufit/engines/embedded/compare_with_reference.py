@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.precision import without_autocast
+from ipufit.core.precision import WithoutAutocast
 from ipufit.core.train_config import Precision
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
@@ -74,7 +74,7 @@ class ReferenceComparison:
         comparison = _NodeComparison(recorded.graph.graph, self._pairs(calls, eager), self._add)
         run = InstrumentedInterpreter(recorded.graph, [comparison]).run
         self.seed()
-        traced_results = list(without_autocast(run, arguments)(*arguments))
+        traced_results = list(WithoutAutocast(run, arguments)(*arguments))
         self._add_results("", traced_results, arguments, results, state)
         self._add_lowered(traced_results, arguments)
         operators = [each for each in self.found if each.kind == "operator"]
@@ -105,7 +105,7 @@ class ReferenceComparison:
         self.seed()
         run: Callable[..., Sequence[Tensor]] = micro
         if double:
-            run = without_autocast(micro, arguments)
+            run = WithoutAutocast(micro, arguments)
         with self.live.step.preserve_attributes(), calls.listed():
             results = list(run(*arguments))
         return calls.calls, results, arguments

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.batch import MicroBatch, Mode, copy_leaf
-from ipufit.core.compile_arguments import GRAPH, OFF, Backend
+from ipufit.core.compile_arguments import AUTO, GRAPH, OFF, Backend
 from ipufit.core.precision import (
+    WithoutAutocast,
     autocast_state,
     computes_in_half,
     mixes_double,
     refuse_missing_half,
     try_out,
-    without_autocast,
 )
 from ipufit.engines.embedded.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.execution import ExecutionOutputs, Transfer
@@ -203,9 +203,12 @@ class EngineContext(Engine):
 
         def make(
             merged: Callable[..., List[Tensor]], arguments: Sequence[Tensor]
-        ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
-            run, _, lowered, _ = self._make(merged, recorded.micro.step, arguments, config.jit, ())
-            return run, lowered.graph
+        ) -> Tuple[Callable[..., List[Tensor]], Lowered]:
+            step, several = recorded.micro.step, merger.spec.processes.is_distributed
+            run, _, lowered, _ = self._make(
+                merged, step, arguments, config.jit, (), several=several
+            )
+            return run, lowered
 
         key = (recorded, total, config.accumulation_dtype)
         if key not in self._decisions:
@@ -253,14 +256,18 @@ class EngineContext(Engine):
             from ipufit.engines.embedded.fsdp import ShardedStep
 
             kept = Lowered(ShardedStep(graph, divided, blocks), GRAPH, "")
-            run = without_autocast(kept.run, arguments)
+            run = WithoutAutocast(kept.run, arguments)
             return run, uses_random_numbers(graph), kept, graph
         with self.recording():
             if compiler is not None:
                 lowered = compile_micro_batch(compiler, graph, arguments)
             else:
-                lowered = lower(graph, arguments, jit, blocks if several and blocks > 1 else 0)
-        run = without_autocast(lowered.run, arguments)
+                sums = blocks if several and blocks > 1 else 0
+                may_change = jit == AUTO and not several
+                lowered = lower(graph, arguments, jit, sums, may_change)
+        run = WithoutAutocast(lowered.trial or lowered.run, arguments)
+        if lowered.trial is not None:
+            lowered.trial.caller = run
         values = [node.meta.get("val") for node in graph.graph.nodes]
         on_cpu = arguments[-1].device.type == "cpu"
         if (on_cpu and computes_in_half(values)) or mixes_double(arguments):

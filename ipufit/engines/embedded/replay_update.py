@@ -8,7 +8,7 @@ from typing import List, Optional, Sequence, Tuple
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.precision import without_autocast
+from ipufit.core.precision import WithoutAutocast
 from ipufit.engines.embedded.non_finite import STATE_IS_FROM_BEFORE, first_non_finite
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
@@ -95,7 +95,7 @@ class Replay:
             origins = NodeOrigins(trace_calls(recorded.micro, self.live.step, arguments))
             search = NonFiniteSearch(origins.now, batch, tensors)
             run = InstrumentedInterpreter(recorded.graph, [origins, search]).run
-            results = without_autocast(run, arguments)(*arguments)
+            results = WithoutAutocast(run, arguments)(*arguments)
         else:
             where = SourceTracker(self.live.step)
             search = NonFiniteSearch(where.now, batch, tensors)

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -34,6 +34,9 @@ _KEPT, _BUSY = 2000, 1.5
 # Of this process; those of a file come to them when they are asked for.
 _known: Dict[str, str] = {}
 
+# What the key of a choice begins with where that is to be measured no more.
+_SETTLED = "settled"
+
 
 def _once(call: Callable[[], object]) -> float:
     """Seconds of one call, of as many as take a millisecond."""
@@ -55,9 +58,9 @@ def fastest(
 ) -> str:
     """The name of the fastest way; the first one unless another is clearly faster.
 
-    What was found once holds for the rest of the process, so that equal programs stay equal, and
-    for later processes on the same kind of machine, which begin sooner; not for these if the
-    machine was busy with other things.
+    What was found once, or settled since, holds for the rest of the process, so that equal programs
+    stay equal, and for later processes on the same kind of machine, which begin sooner; not for
+    these if the machine was busy with other things.
 
     Args:
         key: what the time depends on, besides the number of threads.
@@ -67,17 +70,42 @@ def fastest(
         expected: whether all parts of the last way were faster when they were measured alone. Then
             it is taken unless it is slower as a whole.
     """
-    text = repr((*key, torch.get_num_threads()))
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = _digest(key)
+    if _remembered(digest) is None:
+        with torch.no_grad():
+            _keep({digest: _fastest(make(), measure, first, expected)})
+    return _known[digest]
+
+
+def is_settled(key: Tuple[object, ...]) -> bool:
+    """Tell whether the choice for a key was made by :func:`settle`, in this process or before."""
+    return _remembered(_digest((_SETTLED, *key))) is not None
+
+
+def settle(key: Tuple[object, ...], name: str) -> None:
+    """Let a way hold for a key from now on, instead of what :func:`fastest` has found."""
+    _keep(dict.fromkeys((_digest(key), _digest((_SETTLED, *key))), name))
+
+
+def _remembered(digest: str) -> Optional[str]:
+    """Return what was chosen in this process, or else in an earlier one; None for nothing."""
     if digest not in _known:
         stored = _stored()
-        if digest not in stored:
-            with torch.no_grad():
-                stored[digest] = _fastest(make(), measure, first, expected)
-            if not _is_busy():
-                _store(stored)
-        _known[digest] = stored[digest]
-    return _known[digest]
+        if digest in stored:
+            _known[digest] = stored[digest]
+    return _known.get(digest)
+
+
+def _keep(choices: Mapping[str, str]) -> None:
+    """Let what was chosen hold for this process, and for later ones if the times say enough."""
+    _known.update(choices)
+    if not _is_busy():
+        _store({**_stored(), **choices})
+
+
+def _digest(key: Tuple[object, ...]) -> str:
+    text = repr((*key, torch.get_num_threads()))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cache_dir() -> Path:

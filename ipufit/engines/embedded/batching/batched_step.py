@@ -13,6 +13,7 @@ from ipufit.core.logged_values import Entries, collecting
 from ipufit.core.outputs import drop_ignored_outputs
 from ipufit.core.precision import with_inputs_in
 from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, State
+from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.losses import LossTerm
 from ipufit.tracing.flat_storage import storage_id
@@ -297,7 +298,7 @@ class BatchedStep:
         blocks: how many flat gradients it returns.
         reads: names of the buffers that it reads, of which it takes those of one replica.
         factor: what its gradients are multiplied with.
-        graph: what ``run`` runs.
+        lowered: how it runs.
     """
 
     run: Callable[..., List[Tensor]]
@@ -306,8 +307,8 @@ class BatchedStep:
     count: int
     blocks: int
     reads: Tuple[str, ...]
-    factor: float = 1.0
-    graph: Optional[fx.GraphModule] = None
+    factor: float
+    lowered: Lowered
 
     def takes(self, recorded: Sequence[TracedStep]) -> bool:
         """Tell whether an update of micro-batches traced like this can be made of it."""

@@ -20,6 +20,7 @@ from ipufit.engines.embedded.batching.batched_step import (
     Replayed,
 )
 from ipufit.engines.embedded.batching.proof import prove
+from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.gradient_reduction import GradientReduction
 from ipufit.engines.program import ProgramSpec
@@ -33,11 +34,8 @@ from ipufit.utils.state import same_values
 # What the values of a merged batch may take; merging larger ones saves little and holds much.
 MOST_BYTES = 64 * 2**20
 
-# Lowers a function of tensors, given examples of them: what runs, and the graph that it runs.
-Make = Callable[
-    [BatchedGradStep, Sequence[Tensor]],
-    Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]],
-]
+# Lowers a function of tensors, given examples of them: what runs, and how.
+Make = Callable[[BatchedGradStep, Sequence[Tensor]], Tuple[Callable[..., List[Tensor]], Lowered]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,10 +174,10 @@ class Merger:
         step = BatchedGradStep(micro, example, large, outputs, along, count, early)
         arguments = [*self.state, *step.arguments([example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
-            run, graph = make(step, arguments)
+            run, lowered = make(step, arguments)
         reads = self._buffers_read(whole)
         blocks = len(micro.blocks)
-        return BatchedStep(run, step, self.recorded, count, blocks, reads, step.factor, graph)
+        return BatchedStep(run, step, self.recorded, count, blocks, reads, step.factor, lowered)
 
     def _check_written(self) -> GraphSignature:
         assert self.recorded.graph is not None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import INDUCTOR
-from ipufit.core.precision import without_autocast
+from ipufit.core.precision import WithoutAutocast
 from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, losses_of
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer, Settings
 from ipufit.engines.embedded.inductor import worker
@@ -241,6 +241,13 @@ class CompiledPart(abc.ABC):
         assert self._recorded.graph is not None
         return len(self._recorded.graph.graph.nodes)
 
+    @property
+    def are_kernels_settled(self) -> bool:
+        """Tell whether the kernels that it replaces, and follows, won't change any more."""
+        trial = self._recorded.lowered.trial
+        # Without a run so far it is part of a larger batch, which replaces it.
+        return trial is None or not trial.seconds
+
     def may_be_there(self) -> bool:
         """Say whether a library for such tensors is loaded or stored, so that it pays to look."""
         is_loaded = any(key.startswith(self._tensors) for key in self._libraries)
@@ -296,7 +303,7 @@ class CompiledPart(abc.ABC):
         assert self._request is not None
         kind: Any = loader()
         runner = kind(str(library), 1)
-        run = without_autocast(lambda *tensors: runner.run(list(tensors)), self._same)
+        run = WithoutAutocast(lambda *tensors: runner.run(list(tensors)), self._same)
         self._libraries[key_of(self._request.parts())] = self._run = run
         self.origin = origin
 

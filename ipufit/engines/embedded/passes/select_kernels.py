@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
+import statistics
 import time
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx
 
 from ipufit.core.compile_arguments import GRAPH, KERNELS
+from ipufit.core.precision import WithoutAutocast
 from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.passes.simplify import (
     call_directly,
@@ -21,7 +22,7 @@ from ipufit.engines.embedded.passes.simplify import (
     simplify,
     value_of,
 )
-from ipufit.engines.embedded.timing import fastest
+from ipufit.engines.embedded.timing import fastest, is_settled, settle
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
 from ipufit.utils import tree
@@ -38,22 +39,41 @@ _TOLERANCE_OF_OTHERS = 5e-2
 # How far, of the norm of a tensor, where values went to the other side of a ReLU's kink.
 _TOLERANCE_OF_KINKS = 5e-2
 
+# Seconds that micro-batches have run before their kernels are timed again, what share of the time
+# this may take, and after how many runs it ends: the fewest if all of them say the same.
+_BEGIN, _SHARE = 1.0, 0.1
+_FEWEST_RUNS, _MOST_RUNS = 3, 7
 
-@dataclasses.dataclass(frozen=True)
+# Other kernels stay if they need less than this share of the time of torch's own: where they were
+# timed again, and where each of them was faster by itself.
+_WORTH, _WORTH_OF_PARTS = 0.95, 1.0
+
+
 class Lowered:
     """A traced graph with the kernels that it runs with.
 
-    Attributes:
+    Args:
         run: takes and returns what the recorded graph does.
         way: "graph", "kernels", or the name of a backend of torch.compile.
         why: a sentence for ``explain``.
         meeting: where its gradients may go to other processes; None where they don't.
+
+    Attributes:
+        trial: to be called instead of ``run`` until the kernels are settled; None where they are.
     """
 
-    run: Callable[..., List[Tensor]]
-    way: str
-    why: str
-    meeting: Optional[CollectiveHooks] = None
+    def __init__(
+        self,
+        run: Callable[..., List[Tensor]],
+        way: str,
+        why: str,
+        meeting: Optional[CollectiveHooks] = None,
+    ) -> None:
+        self.run = run
+        self.way = way
+        self.why = why
+        self.meeting = meeting
+        self.trial: Optional[KernelTrial] = None
 
     @property
     def graph(self) -> Optional[fx.GraphModule]:
@@ -62,7 +82,98 @@ class Lowered:
         return owner if isinstance(owner, fx.GraphModule) else None
 
 
-def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: int = 0) -> Lowered:
+class KernelTrial:
+    """Times the kernels of a micro-batch again where it runs, and lets the faster ones stay.
+
+    Before the first update they are timed in a few runs on copies. Here memory, caches and other
+    work are as in the rest of the run. All results are those of the present kernels.
+
+    Args:
+        lowered: what runs; it changes if the other kernels are faster.
+        other: makes what runs with the other kernels.
+        copies: makes of arguments those of a run whose results nobody needs.
+        key: that the choice is kept under.
+        worth: the share of the time of torch's own kernels below which others stay.
+        clock: in seconds.
+
+    Attributes:
+        caller: calls this until the kernels are settled, and them from then on.
+        seconds: that the present kernels have run.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        other: Callable[[], Lowered],
+        copies: Callable[[Sequence[Tensor]], List[Tensor]],
+        key: Tuple[object, ...],
+        worth: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.caller: Optional[WithoutAutocast] = None
+        self.seconds = 0.0
+        self._lowered = lowered
+        self._other = other
+        self._copies = copies
+        self._key = key
+        self._worth = worth
+        self._clock = clock
+        self._spent = 0.0
+        # Of the others to torch's own, in times.
+        self._ratios: List[float] = []
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """Run a micro-batch."""
+        is_due = self.seconds >= _BEGIN and self._spent <= _SHARE * self.seconds
+        others = self._time_others(tensors) if is_due else None
+        start = self._clock()
+        results = self._lowered.run(*tensors)
+        seconds = self._clock() - start
+        self.seconds += seconds
+        if others is not None:
+            self._compare(seconds, others)
+        return results
+
+    def _time_others(self, tensors: Sequence[Tensor]) -> Optional[float]:
+        """Return the seconds of the other kernels; None where they fail, which settles it."""
+        try:
+            inputs, way = self._copies(tensors), self._other()
+            with isolated(inputs[-1].device):
+                start = self._clock()
+                way.run(*inputs)
+                seconds = self._clock() - start
+        except Exception:
+            self._settle(self._lowered)
+            return None
+        self._spent += seconds
+        return seconds
+
+    def _compare(self, seconds: float, others: float) -> None:
+        """Note the times of a run of each, and settle the kernels once these are enough."""
+        runs_others = self._lowered.way == KERNELS
+        self._ratios.append(seconds / others if runs_others else others / seconds)
+        are_faster = [ratio < self._worth for ratio in self._ratios]
+        is_clear = len(are_faster) >= _FEWEST_RUNS and len(set(are_faster)) == 1
+        if is_clear or len(are_faster) >= _MOST_RUNS:
+            pays = statistics.median(self._ratios) < self._worth
+            self._settle(self._lowered if pays == runs_others else self._other())
+
+    def _settle(self, way: Lowered) -> None:
+        lowered = self._lowered
+        lowered.run, lowered.way, lowered.why, lowered.trial = way.run, way.way, way.why, None
+        settle(self._key, way.way)
+        assert self.caller is not None
+        self.caller.graph = way.run
+        give_back_freed_memory()
+
+
+def lower(
+    graph: fx.GraphModule,
+    arguments: Sequence[Tensor],
+    jit: str,
+    sums: int = 0,
+    may_change: bool = False,
+) -> Lowered:
     """Make of a recorded graph what runs.
 
     Args:
@@ -70,6 +181,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         arguments: a micro-batch with the state it starts from; none of them is changed.
         jit: how to run; ways that are not of this module count as "auto".
         sums: how many of the last results are gradients that may go to other processes at once.
+        may_change: whether the kernels may become others while micro-batches run.
     """
 
     def simplified() -> Tuple[fx.GraphModule, fx.Graph, Optional[CollectiveHooks]]:
@@ -88,7 +200,16 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
     def plain() -> Lowered:
         """Make what was recorded, which takes a while, where it is needed."""
         owner, nodes, meeting = simplified()
-        return Lowered(_compile(owner, nodes).forward, GRAPH, "", meeting)
+        why = f"Runs the graph as it was recorded: {what} would not be faster." if what else ""
+        return Lowered(_compile(owner, nodes).forward, GRAPH, why, meeting)
+
+    @functools.lru_cache(maxsize=None)
+    def changed() -> Set[int]:
+        return set(Memories(graph.graph).changed)
+
+    def copies(tensors: Sequence[Tensor]) -> List[Tensor]:
+        """Copy what a run writes into."""
+        return [t.clone() if place in changed() else t for place, t in enumerate(tensors)]
 
     owner, nodes, meeting = simplified()
     what, measured = ("", False) if jit == GRAPH else _with_kernels(nodes)
@@ -99,31 +220,30 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
     seconds = [0.0, 0.0]
 
     def compared() -> Dict[str, Callable[[], object]]:
-        ways, changed = (plain(), chosen), set(Memories(graph.graph).changed)
-
-        def inputs() -> List[Tensor]:
-            """Copy what a run writes into."""
-            return [t.clone() if place in changed else t for place, t in enumerate(arguments)]
-
+        ways = (plain(), chosen)
         with free_at_once():
-            _compare(ways, inputs, seconds)
-        copies = inputs()
-        return {way.way: functools.partial(way.run, *copies) for way in ways}
+            _compare(ways, functools.partial(copies, arguments), seconds)
+        inputs = copies(arguments)
+        return {way.way: functools.partial(way.run, *inputs) for way in ways}
 
+    key = (runs.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
     try:
         if jit == KERNELS:
             compared()
             return chosen
-        key = (runs.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
-        if fastest(key, compared, first=seconds, expected=measured) == KERNELS:
-            return chosen
-        why = f"{what} would not be faster"
+        faster = fastest(key, compared, first=seconds, expected=measured)
     except _DisagreementError as error:
-        why = str(error)
+        lowered = plain()
+        lowered.why = f"Runs the graph as it was recorded: {error}."
+        return lowered
     finally:
         # What both took to run lies in pieces among what has come to stay.
         give_back_freed_memory()
-    return dataclasses.replace(plain(), why=f"Runs the graph as it was recorded: {why}.")
+    lowered, other = (chosen, plain) if faster == KERNELS else (plain(), lambda: chosen)
+    if may_change and not is_settled(key):
+        worth = _WORTH_OF_PARTS if measured else _WORTH
+        lowered.trial = KernelTrial(lowered, other, copies, key, worth)
+    return lowered
 
 
 class _DisagreementError(Exception):

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import torch
 from torch import Tensor, fx
 
-from ipufit.core.precision import without_autocast
+from ipufit.core.precision import WithoutAutocast
 from ipufit.engines.embedded.passes.simplify import operator_called
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.flat_storage import storage_id
@@ -244,7 +244,7 @@ def profile_graph(
     """
     work = NodeWork(arguments)
     run = InstrumentedInterpreter(graph, [work, NodeTimes(timer)]).run
-    return work, without_autocast(run, arguments)(*arguments)
+    return work, WithoutAutocast(run, arguments)(*arguments)
 
 
 def _work_of(call: OperatorCall, result: object) -> OpRecord:

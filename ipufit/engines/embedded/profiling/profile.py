@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
-from ipufit.core.precision import without_autocast
+from ipufit.core.precision import WithoutAutocast
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.profiling.operators import (
     GRADIENTS,
@@ -197,7 +197,7 @@ class OperatorProfiler:
         work, results = profile_graph(graph, timer, arguments)
         timer.end_round()
         timed_run = InstrumentedInterpreter(graph, [NodeTimes(timer)]).run
-        rounds, timed = 1, without_autocast(timed_run, arguments)
+        rounds, timed = 1, WithoutAutocast(timed_run, arguments)
         while rounds < _ROUNDS and time.perf_counter() - start < _ENOUGH:
             self.seed()
             timed(*arguments)
@@ -241,8 +241,8 @@ class OperatorProfiler:
     ) -> Dict[str, object]:
         config, merged = self.live.spec.config, self.merged
         runs = self.live.spec.plan.own_micro_batches_per_update
-        if merged is not None and merged.graph is not None:
-            work, places = self._merged_work(merged, merged.graph), {}
+        if merged is not None and merged.lowered.graph is not None:
+            work, places = self._merged_work(merged, merged.lowered.graph), {}
             runs //= merged.count
         points: List[Point] = []
         for node, live_bytes in work.alive:

@@ -14,16 +14,20 @@ from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.inductor.compiled import CompiledPart, CompilerError
 from ipufit.engines.embedded.inductor.store import LibraryStore
 from ipufit.engines.embedded.inductor.update_spec import UpdateFunction
+from ipufit.engines.embedded.passes import select_kernels
 from ipufit.engines.embedded.programs import training
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.engines.embedded.inductor.test_inductor import Made
+from tests.engines.embedded.test_lowerings import all_kernels
 from tests.fitting import assert_close, assert_equal
 from tests.nets import MLP, data
 from tests.training.test_shapes import Pooled, sequences
 
 pytestmark = pytest.mark.both_engines
+
+__all__ = ["all_kernels"]
 
 KEYS = itertools.count()
 
@@ -38,6 +42,7 @@ class Library:
     """Stands for compiled updates: what is asked of it, and whether it is there."""
 
     title = "updates"
+    are_kernels_settled = True
 
     def __init__(self, kept=False, after=0, fails=None, refuses=None, operators=100):
         self.started = []
@@ -142,6 +147,17 @@ def test_a_long_run_compiles_while_it_trains():
     assert library.started == [True]
     assert made == [False] * 5 + [True] * 15
     assert tuner.jit == "inductor"
+
+
+def test_nothing_is_compiled_before_its_kernels_are_settled():
+    """What is compiled has its convolutions in the same layout."""
+    library = Library()
+    library.are_kernels_settled = False
+    run(library, (0.1, 0.05), to_come=100_000)
+    assert library.started == []
+    library.are_kernels_settled = True
+    run(library, (0.1, 0.05), to_come=100_000, executions=1)
+    assert library.started == [True]
 
 
 def test_what_is_no_faster_is_not_used():
@@ -318,6 +334,26 @@ def test_a_tail_is_compiled_where_enough_of_them_are_to_come(epochs, expected, b
     model.compile("sgd", "cross_entropy")
     model.fit(*data(83), batch_size=4, epochs=epochs, verbose=0)
     assert begun == expected
+
+
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.parametrize(("accumulated", "waits"), [(1, True), (2, False)])
+def test_compiling_waits_for_kernels_that_are_timed_in_training(
+    accumulated, waits, begun, monkeypatch
+):
+    """Those of a micro-batch that is part of a larger batch never run by themselves."""
+    monkeypatch.setattr(select_kernels, "fastest", lambda *_, **__: "kernels")
+    monkeypatch.setattr(select_kernels, "_BEGIN", float("inf"))
+    model = ipufit.Model(MLP(), engine="embedded")
+    model.compile("sgd", "cross_entropy")
+    work = {"batch_size": 4, "gradient_accumulation": accumulated, "epochs": 40, "verbose": 0}
+    x, y = data(80)
+    model.fit(x.float(), y, **work)
+    assert (begun == []) == waits
+    monkeypatch.setattr(select_kernels, "_BEGIN", 0.0)
+    monkeypatch.setattr(select_kernels, "_SHARE", float("inf"))
+    model.fit(x.float(), y, **work)
+    assert begun
 
 
 @pytest.mark.parametrize("is_compiling", [False, True])
