@@ -26,7 +26,8 @@ from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, outputs_wanted
 from ipufit.errors import DataError
 from ipufit.losses import Loss, LossFacts
-from ipufit.partition.partition import Partition, Partitions
+from ipufit.partition.partition import Partition
+from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import ALONE, Processes
 from ipufit.tracing.comparison import Comparison, Tolerance
 from ipufit.tracing.validate import public_name
@@ -554,29 +555,19 @@ class Engine(abc.ABC):
         """Return True if the module itself may run because its program could not be prepared.
 
         Args:
-            config: as for :meth:`check`.
+            config: how an update is computed, an ``ipufit.core.train_config.TrainConfig``.
             error: the error in the preparation.
         """
         return False
 
-    def check(
-        self,
-        module: nn.Module,
-        optimizer: Optional[torch.optim.Optimizer],
-        loss: Loss,
-        config: TrainConfig,
-        options: Mapping[str, Any],
-        partitions: Partitions,
-    ) -> None:
+    def check(self, divided: DividedModule, options: Mapping[str, Any]) -> None:
         """Refuse arguments of ``compile`` that the engine does not support.
 
         Args:
-            module: the user's module.
-            optimizer: torch's optimizer, or None.
-            loss: in normal form.
-            config: how an update is computed, an ``ipufit.core.train_config.TrainConfig``.
+            divided: an ``ipufit.planner.divided_module.DividedModule``: module, optimizer, loss,
+                ``config`` (how an update is computed), and how the module is divided over the IPUs
+                of a replica.
             options: the engine's own settings, by the argument of ``compile``.
-            partitions: how the module is divided over the IPUs of a replica.
 
         Raises:
             ConfigurationError: names the argument; several faults are one error.
@@ -586,7 +577,7 @@ class Engine(abc.ABC):
         """Describe in sentences how training runs on this engine.
 
         Args:
-            config: as for :meth:`check`.
+            config: how an update is computed.
             options: as for :meth:`check`.
         """
         return []

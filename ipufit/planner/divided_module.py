@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ipufit.planner.planning import PartitionEstimator
 
 
+@dataclasses.dataclass(eq=False)
 class DividedModule:
     """A compiled module and where it lies on IPUs, stages included that show with a micro-batch.
 
@@ -29,44 +30,30 @@ class DividedModule:
     again where training has micro-batches of another shape. Inference takes the partition that
     there is.
 
-    Args:
+    Attributes:
         module: the user's module.
         optimizer: torch's optimizer over its parameters; None to evaluate and predict only.
         loss: normal form.
         config: how an update is made.
-        partitions: how the module is divided over the IPUs of a replica.
+        partitions: how the module is divided over the IPUs of a replica, also as it shows later.
         auto_round_ipus: whether IPUs may be rounded up to a number that can be reserved.
         options: PopTorch's options for training, or None.
         find_strategy: returns the execution strategy that options of PopTorch's have for training
             (True) or inference (False), or None.
         planned_memory: bytes per IPU of a plan that ``compile`` was given; None where it was none.
-
-    Attributes:
-        module, optimizer, loss, config, auto_round_ipus: as given.
-        partitions: as given, or as it shows later.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optional[torch.optim.Optimizer],
-        loss: Loss,
-        config: TrainConfig,
-        partitions: Partitions = NOT_DIVIDED,
-        auto_round_ipus: bool = False,
-        options: object = None,
-        find_strategy: Callable[[bool], object] = lambda training: None,
-        planned_memory: Optional[int] = None,
-    ) -> None:
-        self.module = module
-        self.optimizer = optimizer
-        self.loss = loss
-        self.config = config
-        self.partitions = partitions
-        self.auto_round_ipus = auto_round_ipus
-        self._options = options
-        self._find_strategy = find_strategy
-        self._planned_memory = planned_memory
+    module: nn.Module
+    optimizer: Optional[torch.optim.Optimizer]
+    loss: Loss
+    config: TrainConfig
+    partitions: Partitions = NOT_DIVIDED
+    auto_round_ipus: bool = False
+    options: object = None
+    find_strategy: Callable[[bool], object] = lambda training: None
+    planned_memory: Optional[int] = None
+
+    def __post_init__(self) -> None:
         self._shapes: Optional[Tuple[object, ...]] = None
         self._counted: Set[bool] = set()
         self._searched: Set[bool] = set()
@@ -87,8 +74,8 @@ class DividedModule:
         with defer_signals():
             if automatic is not None and automatic.stages > 1:
                 self._find_stages(first, automatic)
-            elif self._planned_memory is not None:
-                self._check_memory(first, self._planned_memory)
+            elif self.planned_memory is not None:
+                self._check_memory(first, self.planned_memory)
         # Those that an inference has found are found again for training.
         self._shapes = shapes if training else None
 
@@ -207,7 +194,7 @@ class DividedModule:
             training: whether for training.
             followed: the partition of training, whose strategy inference has by default.
         """
-        strategy = self._find_strategy(training)
+        strategy = self.find_strategy(training)
         if strategy is None and not training and followed is not None:
             return dataclasses.replace(followed, is_chosen=False)
         name = kind_of(strategy) or "pipelined"
@@ -239,7 +226,7 @@ class DividedModule:
         """
         if self.optimizer is None:
             return False
-        popart = getattr(self._options, "_Popart", None)
+        popart = getattr(self.options, "_Popart", None)
         chosen = getattr(popart, "options", {}).get("autoRecomputation")
         return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
 

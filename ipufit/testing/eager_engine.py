@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, List, Mapping, NamedTuple, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, split_by_update
 from ipufit.core.compile_arguments import OFF
@@ -15,8 +15,8 @@ from ipufit.core.train_config import TrainConfig
 from ipufit.engines import Engine, Program
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-from ipufit.losses import Loss, LossFacts
-from ipufit.partition.partition import Partitions
+from ipufit.losses import LossFacts
+from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, public_name, unpack_reported
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators, update_key
@@ -40,21 +40,13 @@ class EagerEngine(Engine):
     def __init__(self) -> None:
         self.log: List[str] = []
 
-    def check(
-        self,
-        module: nn.Module,
-        optimizer: Optional[torch.optim.Optimizer],
-        loss: Loss,
-        config: TrainConfig,
-        options: Mapping[str, Any],
-        partitions: Partitions,
-    ) -> None:
+    def check(self, divided: DividedModule, options: Mapping[str, Any]) -> None:
         """Refuse arguments of ``compile`` beyond a plain update.
 
         Raises:
             ConfigurationError: names them.
         """
-        refused = {**config.describe(), "normalize": loss.normalize}
+        refused = {**divided.config.describe(), "normalize": divided.loss.normalize}
         plain = {"gradient_reduction": "mean", "normalize": "samples", "jit": OFF}
         extras = [f"{k}={v!r}" for k, v in refused.items() if plain.get(k) != v]
         if extras:

@@ -273,10 +273,6 @@ def _checked(
         train_config, options, fixed, texts = source.apply(
             module, engine, train_config, partitions, options
         )
-    engine.check(module, optimizer, resolved, train_config, options, partitions)
-    for text in (*texts, *([optimizer.choice] if isinstance(optimizer, MultiOptimizer) else [])):
-        if text:
-            print(text)
     divided = DividedModule(
         module,
         optimizer,
@@ -288,6 +284,10 @@ def _checked(
         fixed.find_strategy,
         planned_memory,
     )
+    engine.check(divided, options)
+    for text in (*texts, *([optimizer.choice] if isinstance(optimizer, MultiOptimizer) else [])):
+        if text:
+            print(text)
     return Session(divided, metrics, engine, options, fixed)
 
 

@@ -452,8 +452,7 @@ class Session:
         Raises:
             ConfigurationError: the engine can't run the model like this.
         """
-        partitions = self.divided.partitions
-        self.engine.check(self.module, self.optimizer, self.loss, config, self._options, partitions)
+        self.engine.check(dataclasses.replace(self.divided, config=config), self._options)
 
     def explainer(self, mode: Mode, role: str) -> sanity_check.FailureExplainer:
         """Says why module or loss can't take a micro-batch.

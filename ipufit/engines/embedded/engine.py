@@ -21,9 +21,8 @@ from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
 from ipufit.errors import ConfigurationError, OptimizerError
-from ipufit.losses import Loss
 from ipufit.optim.several import evaluates_again, members_of
-from ipufit.partition.partition import Partitions
+from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import current
 from ipufit.tracing.capture import may_run_eagerly
 from ipufit.tracing.ipu_only import describe_hints
@@ -46,20 +45,12 @@ class EmbeddedEngine(EngineContext):
     # The last training program, which may be closed already.
     training: Optional[TrainingProgram] = None
 
-    def check(
-        self,
-        module: nn.Module,
-        optimizer: Optional[torch.optim.Optimizer],
-        loss: Loss,
-        config: TrainConfig,
-        options: Mapping[str, object],
-        partitions: Partitions,
-    ) -> None:
+    def check(self, divided: DividedModule, options: Mapping[str, object]) -> None:
         """Refuse at ``compile`` what can't work.
 
         Args:
-            module, optimizer, loss, config: as ``compile`` resolved them.
-            options, partitions: for IPUs; without effect here.
+            divided: module, optimizer, loss and config as ``compile`` resolved them.
+            options: for IPUs; without effect here.
 
         Raises:
             ConfigurationError: parameters without values, CUDA graphs of a module that is on no
@@ -69,6 +60,8 @@ class EmbeddedEngine(EngineContext):
             OptimizerError: one that evaluates the loss again is one of several, or has several
                 losses.
         """
+        module, optimizer = divided.module, divided.optimizer
+        loss, config = divided.loss, divided.config
         check_devices([*module.named_parameters(), *module.named_buffers()])
         turns = "losses that take turns, as TrainStep and manual optimization have them"
         came = turns if loss.turns else "a dict or list of optimizers"

@@ -23,7 +23,7 @@ from ipufit.engines.ipu.training import PoptorchTrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.losses import Loss, TurnLoss
-from ipufit.partition.partition import Partitions
+from ipufit.planner.divided_module import DividedModule
 from ipufit.utils.error_collector import ErrorCollector
 
 # The most that PopTorch lets one process have: assertSingleInstanceMaxNumIPUs in
@@ -40,27 +40,19 @@ class IpuEngine(IpuContext):
 
     takes_options = True
 
-    def check(
-        self,
-        module: nn.Module,
-        optimizer: Optional[torch.optim.Optimizer],
-        loss: Loss,
-        config: TrainConfig,
-        options: Mapping[str, object],
-        partitions: Partitions,
-    ) -> None:
+    def check(self, divided: DividedModule, options: Mapping[str, object]) -> None:
         """Refuse at ``compile`` what an IPU can't do.
 
         Args:
-            module, optimizer, loss, config: as ``compile`` resolved them.
+            divided: module, optimizer, loss and config as ``compile`` resolved them.
             options: by the argument's name.
-            partitions: of the module over IPUs.
 
         Raises:
             ConfigurationError: names the argument; several faults are one error.
         """
         for role, role_options in options.items():
             check_options(self.sdk, role_options, role)
+        loss, config = divided.loss, divided.config
         faults = ErrorCollector()
         for name, fact in refused_arguments(config):
             with faults.collect():
@@ -75,10 +67,10 @@ class IpuEngine(IpuContext):
                     "engine='embedded', or add them up into one loss."
                 )
         with faults.collect():
-            if optimizer is not None:
-                check_optimizer(optimizer, config)
+            if divided.optimizer is not None:
+                check_optimizer(divided.optimizer, config)
         with faults.collect():
-            _check_tensors(module, loss, self.wide)
+            _check_tensors(divided.module, loss, self.wide)
         faults.raise_all()
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:
