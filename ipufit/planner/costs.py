@@ -32,7 +32,6 @@ class StageCost:
         optimizer_bytes: the optimizer's state.
         activation_bytes: what autograd keeps of one micro-batch.
         input_bytes: inputs of one micro-batch, from other stages and from the batch.
-        kept_input_bytes: the part of the activations that is input.
         checkpoint_bytes: outputs, of one micro-batch, of layers from which recomputation starts.
         recomputed_bytes: the most activations that recomputation computes at a time.
         recomputed_clocks: time of the forward pass up to the last such output.
@@ -49,7 +48,6 @@ class StageCost:
     optimizer_bytes: int
     activation_bytes: int
     input_bytes: int
-    kept_input_bytes: int
     checkpoint_bytes: int
     recomputed_bytes: int
     forward_flops: int
@@ -203,7 +201,6 @@ class Costs:
                 name=name,
                 activation_bytes=tensors.saved,
                 input_bytes=tensors.inputs,
-                kept_input_bytes=tensors.kept_inputs,
                 checkpoint_bytes=tensors.checkpoints,
                 recomputed_bytes=max(tensors.parts),
                 recomputed_clocks=tensors.clocks,
@@ -215,13 +212,13 @@ class _Tensors:
     """Bytes of what a stage that grows keeps, and of what it gets from before it.
 
     Attributes:
-        saved, inputs, kept_inputs, checkpoints: of the segments so far, each storage once.
+        saved, inputs, checkpoints: of the segments so far, each storage once.
         parts: what is kept between a checkpoint and the next, without these and the inputs.
         clocks: of the forward pass up to the last checkpoint.
     """
 
     def __init__(self, trace: CallTrace, begin: int) -> None:
-        self.saved = self.inputs = self.kept_inputs = self.checkpoints = 0
+        self.saved = self.inputs = self.checkpoints = 0
         self.parts = [0]
         self.clocks = 0.0
         self._trace = trace
@@ -240,12 +237,10 @@ class _Tensors:
         for key in segment.saved - self._kept:
             self._kept.add(key)
             self.saved += sizes[key]
-            self.kept_inputs += sizes[key] if key in self._inputs else 0
         for key in segment.reads - self._inputs:
             if born[key] < self._begin:
                 self._inputs.add(key)
                 self.inputs += sizes[key]
-                self.kept_inputs += sizes[key] if key in self._kept else 0
                 self._start(key)
         self._now += segment.forward.clocks
         self._ended.update(dict.fromkeys(segment.ends, self._now))

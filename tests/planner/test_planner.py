@@ -97,12 +97,11 @@ def test_a_plan_adds_up_parameters_gradients_state_and_activations():
     assert last.backward_flops == 2 * last.forward_flops
     # The batch and the results of both ReLUs; then the result of the second, and what follows.
     assert first.activation_bytes == 4 * 5 * (6 + 9 + 4)
-    assert first.input_bytes == first.kept_input_bytes == 4 * 5 * 6
+    assert first.input_bytes == 4 * 5 * 6
     loss = nn.CrossEntropyLoss()
     end = torch.randn(5, 4, requires_grad=True)
     assert last.activation_bytes == kept(model.module[2:], lambda: loss(model.module[2:](end), Y))
-    assert last.kept_input_bytes == 4 * 5 * 4 + nbytes(Y)
-    assert last.input_bytes == last.kept_input_bytes
+    assert last.input_bytes == 4 * 5 * 4 + nbytes(Y)
     # Three micro-batches of the first stage are in flight, one of the last.
     fixed = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in plan.costs]
     kept_bytes = [3 * first.activation_bytes, last.activation_bytes]
