@@ -97,23 +97,16 @@ class HeartbeatStore:
 
     def tell_error(self, text: str) -> None:
         """Write down the error that this process ends with, and wait until the others know."""
-        self._tell("ended", text)
+        self._tell("ended", lambda: self._store.set(f"ended-text/{self._me}", text))
         self.wait_for("alive", _LIMIT)
 
     def tell_conclusion(self, text: str) -> None:
         """Write down what this process found."""
-        self._tell("concluded", text)
+        self._tell("concluded", lambda: self._store.set(f"concluded-text/{self._me}", text))
 
     def notice(self, is_closed: bool) -> None:
         """Write down that this process has given up a collective."""
-
-        def make() -> None:
-            self._count("closed", int(is_closed))
-            self._count(f"noticed/{self._me}", 1)
-            self._count("alarms", 1)
-            self._look()
-
-        self._ask(make)
+        self._tell("noticed", lambda: self._count("closed", int(is_closed)))
 
     def leave(self) -> None:
         """Write down that this program ends, and look no longer."""
@@ -146,9 +139,9 @@ class HeartbeatStore:
                 return
             time.sleep(POLL / 5)
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _tell(self, kind: str, write: Callable[[], object]) -> None:
         def make() -> None:
-            self._store.set(f"{kind}-text/{self._me}", text)
+            write()
             self._count(f"{kind}/{self._me}", 1)
             self._count("alarms", 1)
             self._look()
