@@ -98,7 +98,7 @@ class IpuContext(Engine):
         for unit, _ in self._inference.values():
             OWNER.release(unit.executor)
 
-    @alone
+    @alone()
     def close(self) -> None:
         """Let go of all compiled programs; safe twice."""
         while self._inference:
@@ -134,7 +134,7 @@ class PoptorchInferenceProgram(Program):
             size = Size(1, 1, size.replicas if several else 1, example.size)
         return self._engine.inference_unit(self._spec, size, example)
 
-    @alone
+    @alone()
     def prepare(self, example: MicroBatch) -> Prepared:
         """Compile for micro-batches like this one, and bring the present weights over."""
         if self._spec.processes.is_distributed and example.size < self._size.micro_batch:
@@ -148,7 +148,7 @@ class PoptorchInferenceProgram(Program):
         self._versions = self._host.all_versions()
         return unit.prepared(example.size)
 
-    @alone
+    @alone()
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution."""
         work = batch.micro_batches
@@ -203,7 +203,7 @@ class PoptorchInferenceProgram(Program):
         weights, buffers = self._host.copies()
         return TrainState(weights, [buffers], {}, self._spec.seed, self.updates)
 
-    @alone
+    @alone()
     def write_state(self, state: TrainState) -> None:
         """Other weights and buffers, in place; the device gets them with the next program."""
         self._host.overwrite(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -12,7 +11,7 @@ import types
 import weakref
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Protocol, TypeVar, cast
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -143,18 +142,11 @@ class Executor(Protocol):
         """Run the program once."""
 
 
-_Method = TypeVar("_Method", bound=Callable[..., object])
-
-
-def alone(method: _Method) -> _Method:
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
     """Threads take turns: another one could take the device in the middle of this."""
-
-    @functools.wraps(method)
-    def locked(*args: object, **kwargs: object) -> object:
-        with LOCK:
-            return method(*args, **kwargs)
-
-    return cast(_Method, locked)
+    with LOCK:
+        yield
 
 
 class DeviceOwner:

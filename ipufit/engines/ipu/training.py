@@ -111,7 +111,7 @@ class PoptorchTrainingProgram(Program):
         with translate_errors(sdk, "running"):
             raise error
 
-    @alone
+    @alone()
     def prepare(self, example: MicroBatch) -> Prepared:
         """Compile for micro-batches like this one, or look again what was compiled.
 
@@ -174,7 +174,7 @@ class PoptorchTrainingProgram(Program):
         self._frozen_values.note()
         return program
 
-    @alone
+    @alone()
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution: every update in turn, its micro-batches in stream order."""
         self._host.refuse_changes()
@@ -305,12 +305,12 @@ class PoptorchTrainingProgram(Program):
             settings["loss_scale"] = self._spec.config.loss_scale.initial
         return anchors_of(results, self._spec, settings)
 
-    @alone
+    @alone()
     def publish(self) -> None:
         """Write the optimizer's state where torch keeps it."""
         self._programs.publish()
 
-    @alone
+    @alone()
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed; of buffers, those of replica 0.
 
@@ -330,7 +330,7 @@ class PoptorchTrainingProgram(Program):
             schedule=schedule.state_dict() if schedule is not None else None,
         )
 
-    @alone
+    @alone()
     def write_state(self, state: TrainState) -> None:
         """Continue from another state; all replicas begin with the buffers of the first."""
         self._programs.leave()
@@ -341,7 +341,7 @@ class PoptorchTrainingProgram(Program):
         self._programs.updates = state.updates
         self._programs.note_published()
 
-    @alone
+    @alone()
     def share_buffers(self) -> None:
         """The module's buffers become those of the first replica of all."""
         if self._programs.changes_buffers:
@@ -352,7 +352,7 @@ class PoptorchTrainingProgram(Program):
         self._programs.drop()
         self._shapes.forget()
 
-    @alone
+    @alone()
     def close(self) -> None:
         """Weights and optimizer state are the user's again, the module is unwrapped; safe twice."""
         if not self._closed:
