@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 import inspect
@@ -149,21 +148,10 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _COUNTING = ("lr_scheduler", "ema")
 
 
-class SearchFits(abc.ABC):
-    """The fits of a search, whose estimators take models from it that are trained."""
-
-    @abc.abstractmethod
-    def take(self, estimator: Estimator, options: Dict[str, Any]) -> Optional[Model]:
-        """Return the model of a fit, which is only planned as yet; None where it must train.
-
-        Args:
-            estimator: whose fit it is.
-            options: arguments of ``Model.fit``.
-        """
-
-
-# The search in which estimators are fitted.
-SEARCH: ContextVar[Optional[SearchFits]] = ContextVar("search", default=None)
+# How an estimator takes its model from the search in which it is fitted, given the arguments of
+# Model.fit; None where the estimator must train.
+Take = Callable[["Estimator", Dict[str, Any]], Optional[Model]]
+TAKE: ContextVar[Optional[Take]] = ContextVar("take", default=None)
 
 
 class Estimator(BaseEstimator):  # type: ignore[misc]
@@ -371,8 +359,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 callbacks=() if self.callbacks_ is None else self.callbacks_,
                 validation_data=dataclasses.replace(how, data=validation),
             )
-            search = SEARCH.get()
-            trained = None if search is None else search.take(self, options)
+            take = TAKE.get()
+            trained = None if take is None else take(self, options)
             if trained is None:
                 model.fit(seed=self._seed, verbose=self.verbose, **options)
             else:

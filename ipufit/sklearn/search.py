@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ipufit.errors import brief_error
 from ipufit.search.fit_many import FitResult, fit_alike
-from ipufit.sklearn.base import SEARCH, Estimator, SearchFits
+from ipufit.sklearn.base import TAKE, Estimator
 from ipufit.training.model import Model
 from ipufit.utils.console import warn_user
 from ipufit.utils.state import fork_rng
@@ -37,7 +37,7 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
         super().save(value)
 
 
-class _PlannedFits(SearchFits):
+class _PlannedFits:
     """The fits of a search: planned, trained at the same time, and then taken one by one.
 
     Attributes:
@@ -125,7 +125,7 @@ class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
             X, y, params: as for scikit-learn's.
         """
         fits = _PlannedFits()
-        token = SEARCH.set(fits)
+        token = TAKE.set(fits.take)
         try:
             # The search itself draws the same random numbers, and raises what is wrong with it.
             with fork_rng():
@@ -145,7 +145,7 @@ class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
                     "thread. Pass random_state, an integer, to each step that draws random numbers."
                 )
         finally:
-            SEARCH.reset(token)
+            TAKE.reset(token)
         return self
 
     def _plan(self, fits: _PlannedFits, x: object, y: object, has_params: bool) -> None:
