@@ -225,11 +225,6 @@ class FlatStorage:
             for block, flat in zip(self.blocks, self.flats)
         )
 
-    @property
-    def division(self) -> List[Tuple[str, ...]]:
-        """Names of the parameters of each block."""
-        return [block.names for block in self.blocks]
-
     def part(self, places: Sequence[int]) -> FlatStorage:
         """Some of the blocks, in the same memory, which this storage goes on to own."""
         part = FlatStorage([])
