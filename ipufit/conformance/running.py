@@ -80,16 +80,6 @@ def chosen(patterns: List[str], implementation: Implementation) -> List[Case]:
     return [case for case in CASES if fits(case)]
 
 
-def _run(implementation: Implementation, patterns: Optional[List[str]] = None) -> Iterator[_Row]:
-    """Run cases, one at a time.
-
-    Args:
-        patterns: of names, with ``*``; None means all cases.
-    """
-    for case in chosen(patterns or ["*"], implementation):
-        yield run_case(implementation, case)
-
-
 def run_case(implementation: Implementation, case: Case) -> _Row:
     """Run one case."""
     dtype = torch.float32 if case.narrow else implementation.dtype
@@ -327,7 +317,8 @@ class Evidence:
         """Run the cases whose names fit on all implementations."""
         for implementation in implementations:
             self.tables.append(_ResultTable(implementation, self._out))
-            self.tables[-1].print(_run(implementation, patterns))
+            cases = chosen(patterns, implementation)
+            self.tables[-1].print(run_case(implementation, case) for case in cases)
 
     def train_models(self) -> None:
         """Measure how fast models train."""
