@@ -10,18 +10,7 @@ import itertools
 import queue
 import sys
 import threading
-from typing import (
-    Any,
-    Callable,
-    Generator,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-)
+from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -40,12 +29,12 @@ from ipufit.utils.interrupts import ForkGuard, defer_signals, is_interrupted
 from ipufit.utils.random_streams import LOCK, DataStream, stream_key
 from ipufit.utils.state import fork_rng
 
-T = TypeVar("T")
 _NO_BATCH = object()
 # How long an interrupt waits for the thread, in seconds, and then once more without what it reads.
 _PATIENCE = 1.0
 
 Stage = Callable[[CombinedBatch], CombinedBatch]
+Executions = Generator[CombinedBatch, None, None]
 
 
 class _Sought(NamedTuple):
@@ -283,9 +272,7 @@ class BatchPipeline:
         """Tells the order of the samples that were looked at so far from another one, if it can."""
         return 0 if self._ledger is None else self._ledger.latest
 
-    def executions(
-        self, epoch: int, plan: Plan, stage: Optional[Stage] = None
-    ) -> Generator[CombinedBatch, None, None]:
+    def executions(self, epoch: int, plan: Plan, stage: Optional[Stage] = None) -> Executions:
         """All of an epoch's executions, the smaller last one included. Close it when done.
 
         Args:
@@ -307,9 +294,7 @@ class BatchPipeline:
         self._process = plan.process if plan.processes > 1 else None
         return plan if self._source.is_portioned else plan.alone
 
-    def _prepared(
-        self, epoch: int, plan: Plan, stage: Optional[Stage]
-    ) -> Generator[CombinedBatch, None, None]:
+    def _prepared(self, epoch: int, plan: Plan, stage: Optional[Stage]) -> Executions:
         batches, self._ahead = self._ahead, None
         done = 0 if self._sought is None else self._sought.updates
         if batches is None or self._ahead_epoch != epoch:
@@ -430,9 +415,9 @@ def _first(batches: Iterator[object], count: int) -> Iterator[RawBatch]:
 
 
 def fetch_ahead(
-    items: Generator[T, None, None], depth: int, give_up: Callable[[], None] = lambda: None
-) -> Generator[T, None, None]:
-    """Yield items in their order, of which a thread prepares up to ``depth`` ahead.
+    items: Executions, depth: int, give_up: Callable[[], None] = lambda: None
+) -> Executions:
+    """Yield executions in their order, of which a thread prepares up to ``depth`` ahead.
 
     An exception of ``items`` is raised here, in its place, with its own traceback. Close what is
     returned to end the thread; it ends by itself after the last item. An interrupt, or the end of
@@ -474,7 +459,7 @@ class _Queue:
     Of queues written in C, which an exception from a signal's handler can't leave locked.
     """
 
-    def __init__(self, items: Generator[object, None, None], depth: int) -> None:
+    def __init__(self, items: Executions, depth: int) -> None:
         self._items = items
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
