@@ -19,33 +19,26 @@ from ipufit.processes import Processes, common
 from ipufit.utils import tree
 
 
+@dataclasses.dataclass(eq=False)
 class ExecutionSync:
     """One program in each process, which run the same executions.
 
     With one process everything but :meth:`run`, which only several need, is handed through.
 
-    Args:
+    Attributes:
         processes: all of them.
         plan: of the executions.
         is_portioned: whether it is known what the others read.
         weighted: what training data is for, where its samples count by a weight each; else None.
-
-    Attributes:
-        processes, is_portioned: as given.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        plan: Plan,
-        is_portioned: bool,
-        weighted: Optional[str] = None,
-    ) -> None:
-        self._weighted = weighted
+    processes: Processes
+    plan: Plan
+    is_portioned: bool
+    weighted: Optional[str] = None
+
+    def __post_init__(self) -> None:
         self._batches = 0
-        self.processes = processes
-        self._plan = plan
-        self.is_portioned = is_portioned
 
     def executions(self, batches: Iterator[CombinedBatch]) -> Iterator[CombinedBatch]:
         """Yield the executions of this process with the sizes of the shares of all others.
@@ -56,7 +49,7 @@ class ExecutionSync:
         if not self.processes.is_distributed or self.is_portioned:
             yield from batches
             return
-        plan, group = self._plan, self._plan.own_micro_batches_per_update
+        plan, group = self.plan, self.plan.own_micro_batches_per_update
         places: List[List[int]] = [[] for _ in range(plan.processes)]
         for place in range(plan.micro_batches_per_update):
             places[plan.owner(place)].append(place)
@@ -84,8 +77,8 @@ class ExecutionSync:
             NonFiniteLossError: in all processes, if it is in one.
             ProcessError: they do not read the same order of samples.
         """
-        if self._weighted is not None:
-            self._refuse_zero_update(batch, self._weighted)
+        if self.weighted is not None:
+            self._refuse_zero_update(batch, self.weighted)
         lost: Optional[NonFiniteLossError] = None
         anchors = None
         try:
@@ -102,7 +95,7 @@ class ExecutionSync:
 
     def _refuse_zero_update(self, batch: CombinedBatch, role: str) -> None:
         """Refuse an update of which no sample in any process has a weight, as one process would."""
-        shares = batch.shares(self._plan)
+        shares = batch.shares(self.plan)
         counts = list(map(any, split_by_update(map(has_weight, batch.micro_batches), shares)))
         told = self.processes.gather(counts, "weights of samples")
         for share, *seen in zip(shares, *told):
@@ -143,7 +136,7 @@ class ExecutionSync:
     def _in_order(self, batch: CombinedBatch) -> List[Any]:
         """For every micro-batch of the execution its process, and its index there."""
         assert batch.layout is not None
-        plan = self._plan
+        plan = self.plan
         seen = [0] * plan.processes
         found = []
         for update in batch.layout:
@@ -175,7 +168,7 @@ class ExecutionSync:
             if any(self.processes.gather(is_by_sample, "form of outputs")):
                 entries = self.processes.gather(list(outputs), "outputs")
                 return [SampleOutputs(entries[process][index]) for process, index in order]
-        sizes: List[List[int]] = [[] for _ in range(self._plan.processes)]
+        sizes: List[List[int]] = [[] for _ in range(self.plan.processes)]
         for (process, _), size in zip(order, (s for u in batch.layout or () for s in u if s)):
             sizes[process].append(size)
         leaves, structure = tree.flatten(like)

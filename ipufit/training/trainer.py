@@ -69,12 +69,13 @@ class Job(Measurement):
         return dataclasses.replace(result, outputs=outputs)
 
 
+@dataclasses.dataclass(eq=False)
 class Trainer:
     """Runs a program over epochs of data, measures it, and tells observers what happens.
 
     Fit, evaluate and predict are this class with programs and observers of their own.
 
-    Args:
+    Attributes:
         job: the program, its data and its measures.
         observers: are told of everything, in this order.
         history: of a fit; filled epoch by epoch.
@@ -84,34 +85,22 @@ class Trainer:
         stopped: whether a callback has asked to stop.
         schedule: told of epoch ends, or None.
         clock: counts the seconds of the run by phase.
-
-    Attributes:
-        job, history, clock: as given.
         epoch: index of the present epoch.
         place: where the data stands after the last execution.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        observers: Sequence[Observer],
-        history: Optional[History] = None,
-        validate: Optional[Callable[[int], Mapping[str, float]]] = None,
-        validates: Callable[[int], bool] = lambda epoch: True,
-        stopped: Callable[[], bool] = lambda: False,
-        schedule: Optional[HyperparameterSchedule] = None,
-        clock: NoClock = NO_CLOCK,
-    ) -> None:
-        self.job = job
-        self.history = History() if history is None else history
-        self.clock = clock
+    job: Job
+    observers: Sequence[Observer]
+    history: History = dataclasses.field(default_factory=History)
+    validate: Optional[Callable[[int], Mapping[str, float]]] = None
+    validates: Callable[[int], bool] = lambda epoch: True
+    stopped: Callable[[], bool] = lambda: False
+    schedule: Optional[HyperparameterSchedule] = None
+    clock: NoClock = NO_CLOCK
+
+    def __post_init__(self) -> None:
         self.epoch = 0
         self.place: Optional[DataCursor] = None
-        self._observers = observers
-        self._validate = validate
-        self._validates = validates
-        self._stopped = stopped
-        self._schedule = schedule
         self._process = ForkGuard()
         self._non_finite: Optional[NonFiniteLossError] = None
         self._batches = 0
@@ -125,12 +114,12 @@ class Trainer:
         """
         logs: Dict[str, float] = {}
         try:
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.begin_fit(self)
             for epoch in epochs:
                 self.epoch = epoch
                 if not (is_within_epoch and epoch == epochs.start):
-                    for observer in self._observers:
+                    for observer in self.observers:
                         with self.clock.during(observer.phase):
                             observer.notify("on_epoch_begin", epoch, {})
                     self.job.meter.reset()
@@ -140,14 +129,14 @@ class Trainer:
                     pass
                 logs = self._epoch_logs(epoch)
                 self.job.program.publish()
-                for observer in self._observers:
+                for observer in self.observers:
                     with self.clock.during(observer.phase):
                         observer.end_epoch(epoch, logs)
                 if self.ending():
                     break
             self.job.program.adopt_averages()
         finally:
-            _end_all(self._observers, logs)
+            _end_all(self.observers, logs)
 
     def evaluate(self, epoch: int = 0) -> Dict[str, float]:
         """Return the exact means over all samples of the data."""
@@ -172,7 +161,7 @@ class Trainer:
 
     def run_epoch(self, epoch: int) -> Generator[None, None, None]:
         """Run the executions of one epoch, and pause after each."""
-        clock, observers = self.clock, self._observers
+        clock, observers = self.clock, self.observers
         for observer in observers:
             with clock.during(observer.phase):
                 observer.begin_executions(epoch)
@@ -198,7 +187,7 @@ class Trainer:
     def run_execution(self, batch: CombinedBatch, epoch: int) -> Optional[List[Any]]:
         """Run one execution, and return its outputs; None for one whose loss ends training."""
         clock, job = self.clock, self.job
-        for observer in self._observers:
+        for observer in self.observers:
             clock.turn(observer.phase)
             observer.begin_execution(job.meter.updates, batch)
         clock.turn("compute")
@@ -222,7 +211,7 @@ class Trainer:
         except NonFiniteLossError as error:
             self._place(epoch, error)
             # Every observer hears of it, also after one that handles it.
-            answers = [observer.notify("on_non_finite", error) for observer in self._observers]
+            answers = [observer.notify("on_non_finite", error) for observer in self.observers]
             if not any(answers):
                 raise
             self._non_finite = error
@@ -250,10 +239,10 @@ class Trainer:
 
     def ending(self) -> bool:
         """Return True if training ends with the last execution."""
-        return self._non_finite is not None or self._stopped()
+        return self._non_finite is not None or self.stopped()
 
     def _notify(self, hook: str, *args: object) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.notify(hook, *args)
 
     def _epoch_logs(self, epoch: int) -> Dict[str, float]:
@@ -265,11 +254,11 @@ class Trainer:
         self._warn_of_skipped(epoch)
         job.sync.share_buffers(job.program)
         job.program.enter_eval()
-        if self._validate is not None and self._validates(epoch):
+        if self.validate is not None and self.validates(epoch):
             with self.clock.during("validation"):
-                logs.update(self._validate(epoch))
-        if self._schedule is not None:
-            self._schedule.end_epoch(logs)
+                logs.update(self.validate(epoch))
+        if self.schedule is not None:
+            self.schedule.end_epoch(logs)
         # Logged values of single updates; these are counted from compile.
         first = job.program.updates - job.meter.updates
         for name, by_update in job.meter.by_update.items():

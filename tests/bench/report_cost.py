@@ -66,7 +66,7 @@ class Turns:
         self, trainer: Trainer, clock: Clock, values: Iterator[Any], epoch: int
     ) -> Iterator[Any]:
         """What ``Clock.reading`` does, and in every second turn what ``NoClock.reading`` does."""
-        everybody = trainer._observers
+        everybody = trainer.observers
         told: Any = everybody[-1]
         engine, place, begun = told._session.engine, 0, 0.0
         while True:
@@ -80,14 +80,14 @@ class Turns:
                     told._mark()
                 else:
                     told.end_executions()
-                trainer._observers = everybody if is_on else everybody[:-1]
+                trainer.observers = everybody if is_on else everybody[:-1]
                 trainer.clock = engine.clock = clock if is_on else NO_CLOCK
                 begun = time.perf_counter()
             if is_on:
                 clock.turn("data")
             value = next(values, None)
             if value is None:
-                trainer._observers = everybody
+                trainer.observers = everybody
                 trainer.clock = engine.clock = clock
                 return
             yield value
