@@ -212,12 +212,13 @@ def _without_sync(metric: MetricObject) -> contextlib.AbstractContextManager[Non
     return replaced(*((each, name, False) for each in _members(metric) for name in names))
 
 
+@dataclasses.dataclass(eq=False)
 class StepMetrics(Metric):
     """Metric of ipufit for the values over an epoch of the metrics that a step logs.
 
     They are updated by :class:`MeasuredProgram`.
 
-    Args:
+    Attributes:
         metrics: of the module.
         step: tells the role of the step that is meant.
         role: "train", "validation" or "test"; None for that of the moment when it is used.
@@ -227,22 +228,15 @@ class StepMetrics(Metric):
     name = "of the steps"
     exact = lasts = True
 
-    def __init__(
-        self,
-        metrics: ModuleMetrics,
-        step: Steps,
-        role: Optional[str] = None,
-        copies: Optional[Objects] = None,
-    ) -> None:
-        self._metrics = metrics
-        self._step = step
-        self._role = role
-        self._copies = copies
+    metrics: ModuleMetrics
+    step: Steps
+    role: Optional[str] = None
+    copies: Optional[Objects] = None
 
     @property
     def names(self) -> Tuple[str, ...]:
         """Keys of :meth:`compute`, once the step has been recorded."""
-        return () if self._role is None else tuple(self._metrics.epochs(self._role))
+        return () if self.role is None else tuple(self.metrics.epochs(self.role))
 
     @names.setter
     def names(self, names: Tuple[str, ...]) -> None:
@@ -250,24 +244,24 @@ class StepMetrics(Metric):
 
     def fresh(self) -> StepMetrics:
         """Return the metrics of the present role or, if this has a role, a copy without state."""
-        if self._role is None:
-            role = self._step.role
-            self._metrics.begin(role)
-            return StepMetrics(self._metrics, self._step, role)
+        if self.role is None:
+            role = self.step.role
+            self.metrics.begin(role)
+            return StepMetrics(self.metrics, self.step, role)
         copies = copy.deepcopy(self._objects)
         for metric in copies.values():
             metric.reset()
-        return StepMetrics(self._metrics, self._step, self._role, copies)
+        return StepMetrics(self.metrics, self.step, self.role, copies)
 
     @property
     def _objects(self) -> Objects:
-        assert self._role is not None
-        return self._metrics.turn_to(self._role) if self._copies is None else self._copies
+        assert self.role is not None
+        return self.metrics.turn_to(self.role) if self.copies is None else self.copies
 
     def reset(self) -> None:
         """Begin a new epoch."""
-        if self._role is not None and self._copies is None:
-            self._metrics.reset(self._role)
+        if self.role is not None and self.copies is None:
+            self.metrics.reset(self.role)
 
     def update(
         self, prediction: object, target: object, size: int, weight: object, /, **fields: object
@@ -277,8 +271,8 @@ class StepMetrics(Metric):
     def compute(self) -> Dict[str, float]:
         """Return the values so far; nan before the first micro-batch."""
         objects, values = self._objects, {}
-        assert self._role is not None
-        for name, path in self._metrics.epochs(self._role).items():
+        assert self.role is not None
+        for name, path in self.metrics.epochs(self.role).items():
             metric = _metric_at(objects, path)
             with _without_sync(metric):
                 if _has_seen(metric):
@@ -325,10 +319,10 @@ class StepMetrics(Metric):
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """Return the direction of every value, as its metric says."""
         objects = self._objects
-        assert self._role is not None
+        assert self.role is not None
         return {
             name: getattr(_metric_at(objects, path), "higher_is_better", None)
-            for name, path in self._metrics.epochs(self._role).items()
+            for name, path in self.metrics.epochs(self.role).items()
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Protocol, Sequence, Tuple
 
@@ -83,12 +84,13 @@ class Metric(Protocol):
         """By name; None where nobody knows."""
 
 
+@dataclasses.dataclass(eq=False)
 class Mean(Metric):
     """A sum and a count in float64, and what is made of their quotient.
 
-    Args:
-        name: key of the result.
-        shown: its name in messages.
+    Attributes:
+        key: of the result.
+        name: in messages.
         part: sum and count of one micro-batch.
         finish: applied once to the mean.
         weighted: whether it gets the sample weights.
@@ -97,26 +99,17 @@ class Mean(Metric):
         fields: names of what it takes of a batch beside prediction and target.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shown: str,
-        part: Part,
-        finish: Callable[[float], float],
-        weighted: bool = False,
-        better: Optional[bool] = None,
-        counts: bool = False,
-        fields: Tuple[str, ...] = (),
-    ) -> None:
-        self.fields = fields
-        self._own = name
-        self.name = shown
-        self.names: Tuple[str, ...] = (name,)
-        self.counts = counts
-        self._part = part
-        self._finish = finish
-        self._weighted = weighted
-        self._better = better
+    key: str
+    name: str
+    part: Part
+    finish: Callable[[float], float]
+    weighted: bool = False
+    better: Optional[bool] = None
+    counts: bool = False
+    fields: Tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.names: Tuple[str, ...] = (self.key,)
         self.reset()
 
     def fresh(self) -> Mean:
@@ -127,7 +120,7 @@ class Mean(Metric):
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name; None where nobody knows."""
-        return {self._own: self._better}
+        return {self.key: self.better}
 
     def reset(self) -> None:
         """Forget everything seen."""
@@ -151,76 +144,71 @@ class Mean(Metric):
         self, prediction: object, target: object, size: int, weight: object, /, **fields: object
     ) -> None:
         """Add one micro-batch."""
-        weight = weight if self._weighted else None
-        total, count = self._part(prediction, target, size, weight, **fields)
+        weight = weight if self.weighted else None
+        total, count = self.part(prediction, target, size, weight, **fields)
         self._total += total
         self._count += count
 
     def compute(self) -> Dict[str, float]:
         """The values so far; nan before the first micro-batch."""
         mean = self._total / self._count if self._count else math.nan
-        return {self._own: self._finish(mean)}
+        return {self.key: self.finish(mean)}
 
 
+@dataclasses.dataclass(eq=False)
 class TorchMetricAdapter(Metric):
     """A metric or a collection of torchmetrics, or anything with the same three methods.
 
-    Args:
+    Attributes:
         key: the user's name for it, before those of a collection's members.
-        metric: the user's object, which is copied.
-        shown: its name in messages.
+        metric: a copy of the user's object.
+        name: in messages.
         weight_name: under which its update takes the sample weights, or None.
         names: keys of the result if they are known.
         order: in which its update takes prediction and target.
         fields: names of what its update takes of a batch beside these.
     """
 
-    def __init__(
-        self,
-        key: Optional[str],
-        metric: Any,
-        shown: str,
-        weight_name: Optional[str] = None,
-        names: Tuple[str, ...] = (),
-        order: ArgumentOrder = PREDICTION_FIRST,
-        fields: Tuple[str, ...] = (),
-    ) -> None:
-        self.fields = fields
-        self._key = key
+    key: Optional[str]
+    metric: Any
+    name: str
+    weight_name: Optional[str] = None
+    names: Tuple[str, ...] = ()
+    order: ArgumentOrder = PREDICTION_FIRST
+    fields: Tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
         # One object in training and validation would mix both, and the user's is the user's.
-        self._metric = copy.deepcopy(metric)
-        self._metric.reset()
-        without_talk(self._metric)
+        self.metric = copy.deepcopy(self.metric)
+        self.metric.reset()
+        without_talk(self.metric)
         self._seen = False
-        self._weight_name = weight_name
-        self._order = order
-        self._own = key or type(metric).__name__
-        self.name = shown
-        self.names: Tuple[str, ...] = names or self._declared()
+        self._own = self.key or type(self.metric).__name__
+        self.names = self.names or self._declared()
 
     def _declared(self) -> Tuple[str, ...]:
         """The names known before anything is computed; a collection lists its members."""
-        keys = getattr(self._metric, "keys", None)
+        keys = getattr(self.metric, "keys", None)
         if not callable(keys):
             return (self._own,)
-        return tuple(f"{self._key}_{key}" if self._key else str(key) for key in keys())
+        return tuple(f"{self.key}_{key}" if self.key else str(key) for key in keys())
 
     def fresh(self) -> TorchMetricAdapter:
         """Clone the metric without state, sharing nothing."""
-        how = (self._weight_name, self.names, self._order, self.fields)
-        return TorchMetricAdapter(self._key, self._metric, self.name, *how)
+        how = (self.weight_name, self.names, self.order, self.fields)
+        return TorchMetricAdapter(self.key, self.metric, self.name, *how)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name, as the object says in an attribute of this name, like torchmetrics'."""
         declared = self._declared()
         if declared == (self._own,):
-            return dict.fromkeys(self.names, getattr(self._metric, "higher_is_better", None))
-        members = self._metric.values()
+            return dict.fromkeys(self.names, getattr(self.metric, "higher_is_better", None))
+        members = self.metric.values()
         return {n: getattr(m, "higher_is_better", None) for n, m in zip(declared, members)}
 
     def reset(self) -> None:
         """Forget everything seen."""
-        self._metric.reset()
+        self.metric.reset()
         self._seen = False
 
     def state_dict(self) -> State:
@@ -229,12 +217,12 @@ class TorchMetricAdapter(Metric):
         Raises:
             MetricError: nobody knows where it keeps it.
         """
-        return {"seen": self._seen, "metric": stored(self._metric, self.name)}
+        return {"seen": self._seen, "metric": stored(self.metric, self.name)}
 
     def load_state_dict(self, state: State) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._seen = bool(state["seen"])
-        restore(self._metric, state["metric"])
+        restore(self.metric, state["metric"])
 
     def merge_states(self, states: Sequence[State]) -> State:
         """Merge states as torchmetrics has declared them.
@@ -245,7 +233,7 @@ class TorchMetricAdapter(Metric):
         metric_states = [state["metric"] for state in states]
         return {
             "seen": any(state["seen"] for state in states),
-            "metric": merge_states(self._metric, metric_states, self.name),
+            "metric": merge_states(self.metric, metric_states, self.name),
         }
 
     def check_joined(self, processes: int) -> None:
@@ -254,26 +242,26 @@ class TorchMetricAdapter(Metric):
         Raises:
             MetricError: it is not.
         """
-        refuse_unjoined(self._metric, self.name, processes)
+        refuse_unjoined(self.metric, self.name, processes)
 
     @torch.no_grad()
     def update(
         self, prediction: object, target: object, size: int, weight: object, /, **fields: object
     ) -> None:
         """Add one micro-batch."""
-        if self._weight_name is not None:
+        if self.weight_name is not None:
             weight = torch.ones(size) if weight is None else as_weights(weight, MetricError)
-            fields[self._weight_name] = weight
-        self._order.call(self._metric.update, prediction, target, **fields)
+            fields[self.weight_name] = weight
+        self.order.call(self.metric.update, prediction, target, **fields)
         self._seen = True
 
     def compute(self) -> Dict[str, float]:
         """The values so far; nan before the first micro-batch."""
         if not self._seen:
             return dict.fromkeys(self.names, math.nan)
-        result = self._metric.compute()
+        result = self.metric.compute()
         if isinstance(result, Mapping):
-            return dict(_flattened(self._key, result))
+            return dict(_flattened(self.key, result))
         return {self._own: number_of(self.name, result)}
 
 
