@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import gc
 import multiprocessing
@@ -247,6 +248,7 @@ class _Restart(Exception):
         self.epoch = epoch
 
 
+@dataclasses.dataclass(eq=False)
 class DataWorker:
     """Loads epoch after epoch, as far ahead as it may and the ring buffer has room.
 
@@ -254,13 +256,12 @@ class DataWorker:
     empty the second time is not asked again and again.
     """
 
-    def __init__(
-        self, dataset: object, settings: WorkerSettings, commands: Connection, events: Connection
-    ) -> None:
-        self._dataset = dataset
-        self._settings = settings
-        self._commands = commands
-        self._events = events
+    dataset: object
+    settings: WorkerSettings
+    commands: Connection
+    events: Connection
+
+    def __post_init__(self) -> None:
         self._layout: Optional[Layout] = None
         self._ring: RingBufferWriter
         self._begun = 0
@@ -278,7 +279,7 @@ class DataWorker:
         if first is None:
             self._tell(WorkerEvent.EMPTY, None)
             raise Stopped
-        self._ring = RingBufferWriter(first[1], self._settings.slots, self._settings.rows)
+        self._ring = RingBufferWriter(first[1], self.settings.slots, self.settings.rows)
         self._tell(WorkerEvent.READY, (self._layout, self._ring.memory, self._ring.indices_mem))
         self._put(*first)
         while True:
@@ -294,16 +295,16 @@ class DataWorker:
 
     def _load(self, pieces: Iterator[_Piece], epoch: int) -> None:
         while True:
-            while self._commands.poll():
+            while self.commands.poll():
                 self._obey()
             self._wait_for(epoch)
             piece = next(pieces, None)
             if piece is None:
                 break
-            self._wait(self._ring.is_writable, self._settings.pause)
+            self._wait(self._ring.is_writable, self.settings.pause)
             self._put(*piece)
         self._wait(lambda: self._begun >= epoch)
-        if self._filled and self._settings.keeps_rest:
+        if self._filled and self.settings.keeps_rest:
             self._publish(self._filled)
         self._filled = 0
         self._tell(WorkerEvent.END, None)
@@ -313,21 +314,21 @@ class DataWorker:
         self._wait(lambda: epoch <= self._begun + self._ahead())
 
     def _ahead(self) -> int:
-        return int(self._settings.loads_on if self._begun else self._settings.loads_first)
+        return int(self.settings.loads_on if self._begun else self.settings.loads_first)
 
     def _pieces(self, epoch: int) -> Iterator[_Piece]:
         self._filled = 0
-        if self._settings.rows is None:
+        if self.settings.rows is None:
             return ((None, tensors) for tensors in self._batches(epoch))
-        return _rebatched(self._batches(epoch), self._settings.rows)
+        return _rebatched(self._batches(epoch), self.settings.rows)
 
     def _batches(self, epoch: int) -> Iterator[List[Tensor]]:
         self._seed(epoch)
-        if isinstance(self._dataset, CombiningLoader):
+        if isinstance(self.dataset, CombiningLoader):
             # Its order depends on how often it has been iterated over. The epochs
             # that count are the reader's, not those that were begun here and given up.
-            self._dataset._next_epoch = epoch
-        for batch in _iterated(self._dataset):
+            self.dataset._next_epoch = epoch
+        for batch in _iterated(self.dataset):
             if self._layout is None:
                 self._layout = Layout(batch)
             yield self._layout.take_apart(batch)
@@ -335,7 +336,7 @@ class DataWorker:
     def _seed(self, epoch: int) -> None:
         # For every epoch anew: how much of an epoch that was given up has been loaded depends on
         # the clock, and the random numbers of the next one must not.
-        seed = (self._settings.seed + epoch) % 2**63
+        seed = (self.settings.seed + epoch) % 2**63
         torch.manual_seed(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
@@ -343,8 +344,8 @@ class DataWorker:
 
     def _put(self, start: Optional[int], tensors: List[Tensor]) -> None:
         self._ring.write(tensors, start)
-        if start is not None and self._settings.rows is not None:
-            self._filled = (start + len(tensors[0])) % self._settings.rows
+        if start is not None and self.settings.rows is not None:
+            self._filled = (start + len(tensors[0])) % self.settings.rows
         if self._filled == 0:
             self._publish(None)
 
@@ -354,7 +355,7 @@ class DataWorker:
 
     def _tell(self, event: WorkerEvent, value: object) -> None:
         try:
-            self._events.send((event, value))
+            self.events.send((event, value))
         except (BrokenPipeError, ConnectionResetError):
             raise Stopped from None
 
@@ -366,7 +367,7 @@ class DataWorker:
 
     def _obey(self) -> None:
         try:
-            command, epoch = self._commands.recv()
+            command, epoch = self.commands.recv()
         except (EOFError, OSError):
             raise Stopped from None
         if command is Command.STOP:

@@ -279,10 +279,11 @@ def _concat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors)) if tensors[0].dim() else torch.stack(list(tensors))
 
 
+@dataclasses.dataclass(eq=False)
 class MicroBatchRunner:
     """Runs a recorded micro-batch as often as a call has it.
 
-    Args:
+    Attributes:
         recorded: the program of one micro-batch.
         device: the device's tensors.
         shape: number of micro-batches.
@@ -293,29 +294,21 @@ class MicroBatchRunner:
         check_floats: stop at the first operator whose result is no finite number.
     """
 
-    def __init__(
-        self,
-        recorded: RecordedProgram,
-        device: Device,
-        shape: CallShape,
-        group: Group,
-        mean: bool,
-        counters: Counters,
-        anchored: AnchoredTensors,
-        check_floats: bool = False,
-    ) -> None:
-        self._recorded = recorded
-        self._device = device
-        self._shape = shape
-        self._group = group
-        self._mean = mean
-        self._counters = counters
-        self._anchored = anchored
-        self._inner = anchored.activations()
+    recorded: RecordedProgram
+    device: Device
+    shape: CallShape
+    group: Group
+    mean: bool
+    counters: Counters
+    anchored: AnchoredTensors
+    check_floats: bool = False
+
+    def __post_init__(self) -> None:
+        self._inner = self.anchored.activations()
+        recorded = self.recorded
         graph = returning(recorded.graph, [recorded.activations[name] for name in self._inner])
         self._run: Callable[..., Sequence[Tensor]] = graph
-        self._check_floats = check_floats
-        if check_floats:
+        if self.check_floats:
             self._run = InstrumentedInterpreter(graph, [FloatCheck(graph.graph)]).run
         self._half = makes_half(recorded.graph)
         self._outputs = sum(recorded.outputs.computed)
@@ -329,22 +322,22 @@ class MicroBatchRunner:
         Returns:
             The computed outputs of forward, and the tensors that were anchored.
         """
-        shape, recorded = self._shape, self._recorded
+        shape, recorded = self.shape, self.recorded
         results = _Results(shape, self._outputs)
-        anchors = _Results(shape, len(self._anchored.names))
+        anchors = _Results(shape, len(self.anchored.names))
         total: Dict[str, Tensor] = {}
         averages: Dict[str, Tuple[Tensor, Tensor, Tensor]] = {}
         large: List[Tensor] = []
         pending: List[Tuple[Tuple[int, int, int], Mapping[str, Tensor]]] = []
         parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
-        self._counters.begin(len(inputs), self._outputs)
-        half = half_computed(self._half, [*inputs, *self._device.state(0)])
-        traps = trap_overflow(self._check_floats)
+        self.counters.begin(len(inputs), self._outputs)
+        half = half_computed(self._half, [*inputs, *self.device.state(0)])
+        traps = trap_overflow(self.check_floats)
         with computing(torch.device("cpu"), recorded.random), half, traps:
             for place in shape.places():
                 started = time.perf_counter()
                 leaves = [each[shape.input_place(*place)] for each in parts]
-                self._counters.record("input", started, time.perf_counter())
+                self.counters.record("input", started, time.perf_counter())
                 if recorded.random:
                     self._start_random_numbers(seed, place)
                 tensors = self._micro_batch(place[2], leaves)
@@ -352,51 +345,51 @@ class MicroBatchRunner:
                 returned, inner = recorded.returned(tensors[:count]), tensors[count:]
                 ready = time.perf_counter()
                 if results.add(place, returned.outputs):
-                    self._counters.record("output", ready, time.perf_counter())
+                    self.counters.record("output", ready, time.perf_counter())
                 if returned.large is not None:
                     large.append(returned.large)
                 self._accumulate(total, place[2], returned.gradients)
                 averages.update(self._averages(place[2], returned.factors))
-                anchored = self._anchored.read(place[2], leaves, returned)
+                anchored = self.anchored.read(place[2], leaves, returned)
                 pending.append((place, {**anchored, **dict(zip(self._inner, inner))}))
                 if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
                     self._update(total, large)
                     self._move(averages)
                     for each, values in pending:
-                        anchors.add(each, self._anchored.complete(each[2], values))
+                        anchors.add(each, self.anchored.complete(each[2], values))
                     total, large, pending = {}, [], []
         return [results.concatenated(), anchors.concatenated()]
 
     def _start_random_numbers(self, seed: int, place: Tuple[int, int, int]) -> None:
         """Seed the generators as ``ipufit.Model`` does for this update and micro-batch."""
         iteration, step, replica = place
-        within = self._group.place(step, replica, self._shape.replicas)
+        within = self.group.place(step, replica, self.shape.replicas)
         seed_generators(micro_batch_key(seed + iteration, within))
 
     def _micro_batch(self, replica: int, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        scale = torch.tensor(self._device.loss_scaling, dtype=torch.float64)
-        return self._run(*self._device.state(replica), *leaves, scale)
+        scale = torch.tensor(self.device.loss_scaling, dtype=torch.float64)
+        return self._run(*self.device.state(replica), *leaves, scale)
 
     def _accumulate(
         self, total: Dict[str, Tensor], replica: int, gradients: Mapping[str, Tensor]
     ) -> None:
         """Add gradients to the sums, each to that of the copy that the replica has."""
         for name, gradient in gradients.items():
-            part = self._device.part_of(name, replica)
+            part = self.device.part_of(name, replica)
             if part in total:
                 total[part] += gradient.to(total[part].dtype)
             else:
-                dtype = self._device.accumulator(gradient.dtype)
+                dtype = self.device.accumulator(gradient.dtype)
                 total[part] = gradient.to(dtype, copy=True)
 
     def _averages(
         self, replica: int, factors: Sequence[Tensor]
     ) -> Dict[str, Tuple[Tensor, Tensor, Tensor]]:
         """Return weight, average and factor by the average's copy that the replica has."""
-        state = dict(zip(self._device.names, self._device.state(replica)))
+        state = dict(zip(self.device.names, self.device.state(replica)))
         return {
-            self._device.part_of(average, replica): (state[weight], state[average], factor)
-            for (weight, average), factor in zip(self._recorded.averages, factors)
+            self.device.part_of(average, replica): (state[weight], state[average], factor)
+            for (weight, average), factor in zip(self.recorded.averages, factors)
         }
 
     def _move(self, averages: Mapping[str, Tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -408,12 +401,12 @@ class MicroBatchRunner:
     def _update(self, total: Mapping[str, Tensor], large: Sequence[Tensor]) -> None:
         if not total:
             return
-        self._group.add(total)
-        for each in self._group.all_of(large):
-            self._device.observe(each)
-        replicas = self._group.count * self._shape.replicas
-        count = self._shape.accumulation * replicas if self._mean else 1
-        self._device.update({part: gradient / count for part, gradient in total.items()})
+        self.group.add(total)
+        for each in self.group.all_of(large):
+            self.device.observe(each)
+        replicas = self.group.count * self.shape.replicas
+        count = self.shape.accumulation * replicas if self.mean else 1
+        self.device.update({part: gradient / count for part, gradient in total.items()})
 
 
 def _parts(tensor: Tensor, count: int) -> List[Tensor]:

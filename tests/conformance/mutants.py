@@ -251,12 +251,12 @@ mutant(
     "the sum of gradients for their mean",
     EXECUTION + "MicroBatchRunner.__init__",
     "reduction/*Mean*",
-)(_settings_of_execution(_mean=False))
+)(_settings_of_execution(mean=False))
 mutant(
     "the mean of gradients for their sum",
     EXECUTION + "MicroBatchRunner.__init__",
     "reduction/*Sum*",
-)(_settings_of_execution(_mean=True))
+)(_settings_of_execution(mean=True))
 
 
 def _divided_by(count):
@@ -264,8 +264,8 @@ def _divided_by(count):
 
     def make(original):
         def update(self, total, large):
-            shape = self._shape
-            if self._mean:
+            shape = self.shape
+            if self.mean:
                 factor = shape.accumulation * shape.replicas / count(shape)
                 total = {key: value * factor for key, value in total.items()}
             return original(self, total, large)
@@ -302,7 +302,7 @@ def _last(original):
 @mutant("a gradient of one replica only", EXECUTION + "MicroBatchRunner._accumulate", "*R=2*")
 def _one_replica(original):
     def accumulate(self, total, replica, gradients):
-        factor = self._shape.replicas * (replica == 0)
+        factor = self.shape.replicas * (replica == 0)
         scaled = {name: g * factor for name, g in gradients.items()}
         return original(self, total, replica, scaled)
 
@@ -379,7 +379,7 @@ def _nesterov(original):
 @mutant("momentum starts anew at every call", EXECUTION + "MicroBatchRunner.run", "training/*Final")
 def _forgetful(original):
     def run(self, *args):
-        updates = self._device.updates
+        updates = self.device.updates
         for member in getattr(updates, "_members", []):
             for tensor in member.state.values():
                 tensor.zero_()
@@ -548,8 +548,8 @@ def _reset(original):
     first = {}
 
     def run(self, *args):
-        parts = self._device._parts
-        buffers = {n: [t.clone() for t in parts[n]] for n in _buffers_of(self._device)}
+        parts = self.device._parts
+        buffers = {n: [t.clone() for t in parts[n]] for n in _buffers_of(self.device)}
         for name, tensors in first.setdefault(id(self), buffers).items():
             for tensor, start in zip(parts[name], tensors):
                 tensor.copy_(start)
@@ -565,12 +565,12 @@ def _reset(original):
 )
 def _once(original):
     def micro_batch(self, replica, leaves):
-        names = _buffers_of(self._device)
+        names = _buffers_of(self.device)
         self.turn = getattr(self, "turn", -1) + 1
-        kept = [t.clone() for n in names for t in self._device._parts[n]]
+        kept = [t.clone() for n in names for t in self.device._parts[n]]
         result = original(self, replica, leaves)
-        if self.turn % (self._shape.accumulation * self._shape.replicas):
-            for tensor, old in zip((t for n in names for t in self._device._parts[n]), kept):
+        if self.turn % (self.shape.accumulation * self.shape.replicas):
+            for tensor, old in zip((t for n in names for t in self.device._parts[n]), kept):
                 tensor.copy_(old)
         return result
 
