@@ -7,6 +7,7 @@ tried, and the faster one is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Set, Tuple
@@ -41,27 +42,21 @@ def buckets_of(named: Sequence[Tuple[str, nn.Parameter]]) -> List[List[Tuple[str
     return buckets
 
 
+@dataclasses.dataclass(eq=False)
 class Overlap:
     """Finds out whether sums go along with the backward pass or follow it.
 
-    Args:
+    Attributes:
         processes: all of them, which make the same updates.
         order: in which the backward pass gives the buckets' gradients.
         clock: in seconds.
-
-    Attributes:
-        order: as given.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        order: Sequence[int],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.order = order
-        self._processes = processes
-        self._clock = clock
+    processes: Processes
+    order: Sequence[int]
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self._updates = 0
         # Seconds of updates whose sums follow, and of those whose sums go along.
         self._seconds: List[List[float]] = [[], []]
@@ -71,7 +66,7 @@ class Overlap:
 
     def begin(self) -> bool:
         """An update begins; whether its sums go along."""
-        self._begun = self._clock()
+        self._begun = self.clock()
         if self._goes_along is not None:
             return self._goes_along
         return bool(self._updates % 2)
@@ -81,10 +76,10 @@ class Overlap:
         if self._goes_along is not None:
             return
         if self._updates >= 2:
-            self._seconds[self._updates % 2].append(self._clock() - self._begun)
+            self._seconds[self._updates % 2].append(self.clock() - self._begun)
         self._updates += 1
         if self._updates == 2 * (_ROUNDS + 1):
-            medians = self._processes.gather([statistics.median(each) for each in self._seconds])
+            medians = self.processes.gather([statistics.median(each) for each in self._seconds])
             after, along = (sum(each) for each in zip(*medians))
             self._ratio = along / after
             self._goes_along = along < after
@@ -101,32 +96,28 @@ class Overlap:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class BucketSums:
     """The sums of one update; the host of its last micro-batch's graph where they go along.
 
-    Args:
+    Attributes:
         processes: all of them.
         order: in which sums are started, in all of them.
         total: of the gradients of this process.
         cuts: of each block, where each process gets a part of the sum; None: all get it whole.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        order: Sequence[int],
-        total: GradientSum,
-        cuts: Optional[Sequence[Sequence[int]]],
-    ) -> None:
-        self._processes = processes
-        self._order = list(order)
-        self._total = total
-        self._cuts = cuts
+    processes: Processes
+    order: Sequence[int]
+    total: GradientSum
+    cuts: Optional[Sequence[Sequence[int]]]
+
+    def __post_init__(self) -> None:
         self._factor = 1.0
         self._is_counted = False
         self._ready: Set[int] = set()
         self._started = 0
-        self._sums: List[Optional[Tensor]] = [None] * len(order)
+        self._sums: List[Optional[Tensor]] = [None] * len(self.order)
         self._works: List[Tuple[int, PendingWork, Tensor]] = []
         self._parts: List[Tuple[int, PendingReduceScatter]] = []
 
@@ -137,10 +128,10 @@ class BucketSums:
     def sum(self, block: int, numbers: Tensor, gradient: Tensor) -> Tensor:
         """The last gradient of a block: its sum begins, if it is its turn."""
         count = numbers[1] if self._is_counted else None
-        self._sums[block] = self._total.joined(block, gradient, self._factor, count)
+        self._sums[block] = self.total.joined(block, gradient, self._factor, count)
         self._ready.add(block)
-        while self._started < len(self._order) and self._order[self._started] in self._ready:
-            self._start(self._order[self._started])
+        while self._started < len(self.order) and self.order[self._started] in self._ready:
+            self._start(self.order[self._started])
         return gradient
 
     def finish(self, flats: Sequence[Tensor]) -> None:
@@ -150,9 +141,9 @@ class BucketSums:
             flats: tensors like the sum, for a process without a micro-batch in this update.
         """
         if not self._ready:
-            self._sums = list(self._total.like(flats))
-        while self._started < len(self._order):
-            self._start(self._order[self._started])
+            self._sums = list(self.total.like(flats))
+        while self._started < len(self.order):
+            self._start(self.order[self._started])
         for block, works, sent in self._works:
             works.wait()
             part_sum = self._sums[block]
@@ -161,17 +152,17 @@ class BucketSums:
         for block, part in self._parts:
             part.end()
             self._sums[block] = part.result
-        self._total.replace([each for each in self._sums if each is not None])
+        self.total.replace([each for each in self._sums if each is not None])
 
     def _start(self, block: int) -> None:
         self._started += 1
         total = self._sums[block]
         assert total is not None
         with torch.no_grad():
-            if self._cuts is not None:
-                sum_of_parts = PendingReduceScatter(self._processes, total, self._cuts[block])
+            if self.cuts is not None:
+                sum_of_parts = PendingReduceScatter(self.processes, total, self.cuts[block])
                 self._parts.append((block, sum_of_parts))
                 return
-            works, sent = self._processes.pending_work(), summable(total)
+            works, sent = self.processes.pending_work(), summable(total)
             works.start(distributed.all_reduce, sent, like=sent)
             self._works.append((block, works, sent))

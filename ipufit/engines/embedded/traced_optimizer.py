@@ -43,12 +43,13 @@ _UNCOMPILED = (
 _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 
 
+@dataclasses.dataclass(eq=False)
 class TracedOptimizer(FlatOptimizer):
     """Any other torch optimizer, through its own ``step``; its state is where torch keeps it.
 
     The step is recorded over the flat tensors. One that can't be recorded runs as it is.
 
-    Args:
+    Attributes:
         optimizer: torch's.
         finish: makes of an accumulated gradient what the optimizer gets.
         memory: where the state is between two updates.
@@ -56,30 +57,21 @@ class TracedOptimizer(FlatOptimizer):
         first_group: index of its first parameter group, in blocks.
         waiting: takes steps that run as they are, which others are to make with those of other
             parts of the optimizer; None: there are none.
-
-    Attributes:
         why_not: why the step runs as it is, as the end of a sentence; None where it is recorded.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        finish: GradientTransform,
-        memory: StateMemory,
-        compiler: Optional[Backend] = None,
-        first_group: int = 0,
-        waiting: Optional[Waiting] = None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._waiting = waiting
-        self._compiler = compiler
-        self._first_group = first_group
-        self._finish = finish
-        self._recorder = StepRecorder(optimizer, finish, first_group)
-        self.memory = memory
+    optimizer: torch.optim.Optimizer
+    finish: GradientTransform
+    memory: StateMemory
+    compiler: Optional[Backend] = None
+    first_group: int = 0
+    waiting: Optional[Waiting] = None
+
+    def __post_init__(self) -> None:
+        self._recorder = StepRecorder(self.optimizer, self.finish, self.first_group)
         self.why_not: Optional[str] = None
         self._storage = FlatStorage([])
-        self._settings = [setting_texts(group) for group in optimizer.param_groups]
+        self._settings = [setting_texts(group) for group in self.optimizer.param_groups]
         # For each coming update, the settings that are others than now, and by their identity what
         # recordings are for.
         self._rows: List[_Changes] = []
@@ -90,8 +82,8 @@ class TracedOptimizer(FlatOptimizer):
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Parameters of one group, dtype and device stand together."""
-        blocks = group_alike(self._optimizer, named, lambda parameter: 0)
-        first = self._first_group
+        blocks = group_alike(self.optimizer, named, lambda parameter: 0)
+        first = self.first_group
         return [dataclasses.replace(block, group=first + block.group) for block in blocks]
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
@@ -101,11 +93,11 @@ class TracedOptimizer(FlatOptimizer):
         self.own_parameters = {id(slot.parameter) for _, slot in self._recorder.slots}
         self._put_aside()
         self.why_not = "run_eagerly=True" if run_eagerly else None
-        if has_step_hooks(self._optimizer):
+        if has_step_hooks(self.optimizer):
             self.why_not = "it has hooks"
-        if evaluates_again(self._optimizer):
+        if evaluates_again(self.optimizer):
             self.why_not = "it evaluates the loss again"
-        self.refresh([self._optimizer.param_groups])
+        self.refresh([self.optimizer.param_groups])
         if self.why_not is None:
             self._bring_back()
             try:
@@ -116,14 +108,14 @@ class TracedOptimizer(FlatOptimizer):
 
     def explain(self) -> List[str]:
         """Describe in a sentence how the step runs."""
-        kind = type(self._optimizer)
+        kind = type(self.optimizer)
         name = kind.__name__
         if self.why_not is None:
             whose = f"that of {kind.__module__}.{name}"
-            if is_of_torch(self._optimizer):
+            if is_of_torch(self.optimizer):
                 whose = "torch's own"
             recorded = f"The step of {name} is {whose}, recorded."
-            return [recorded] if self._compiler is None else [recorded, _UNCOMPILED]
+            return [recorded] if self.compiler is None else [recorded, _UNCOMPILED]
         return [f"The step of {name} runs as it is, after the recorded gradients: {self.why_not}."]
 
     def refresh(self, rows: Rows) -> None:
@@ -132,7 +124,7 @@ class TracedOptimizer(FlatOptimizer):
         Args:
             rows: for each of them the settings of every parameter group.
         """
-        groups, changing = self._optimizer.param_groups, self._recorder.changing
+        groups, changing = self.optimizer.param_groups, self._recorder.changing
         now = list(map(setting_texts, groups))
         by_row: Dict[int, _Changes] = {}
         for row in rows:
@@ -154,10 +146,10 @@ class TracedOptimizer(FlatOptimizer):
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update, from gradients as they were accumulated."""
-        if self._waiting is None or self.why_not is None:
+        if self.waiting is None or self.why_not is None:
             self.step_with(gradients, [])
         else:
-            self._waiting.setdefault(id(self._optimizer), []).append((self, gradients))
+            self.waiting.setdefault(id(self.optimizer), []).append((self, gradients))
 
     def step_with(self, gradients: Sequence[Tensor], others: Steps) -> None:
         """One weight update, with those of other parts of the optimizer that run as they are."""
@@ -188,7 +180,7 @@ class TracedOptimizer(FlatOptimizer):
         """Give the optimizer other settings, and return what they were."""
         before: _Changes = []
         for group, now, change in zip(
-            self._optimizer.param_groups, settings.read(self._optimizer) if changes else (), changes
+            self.optimizer.param_groups, settings.read(self.optimizer) if changes else (), changes
         ):
             before.append({name: now[name] for name in change})
             for name, value in change.items():
@@ -197,7 +189,7 @@ class TracedOptimizer(FlatOptimizer):
 
     def _call_step(self, parts: Sequence[Tuple[TracedOptimizer, Sequence[Tensor]]]) -> None:
         """Call the optimizer's step, over the user's parameters, with the gradients of parts."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -205,7 +197,7 @@ class TracedOptimizer(FlatOptimizer):
             for part, gradients in parts:
                 part._assign(gradients)
             with torch.no_grad(), refuse_missing_half():
-                step: Callable[..., object] = self._optimizer.step
+                step: Callable[..., object] = self.optimizer.step
                 step(*([] if self.evaluate is None else [self._evaluate_again]))
         finally:
             for parameter, gradient in zip(parameters, before):
@@ -225,7 +217,7 @@ class TracedOptimizer(FlatOptimizer):
     def _assign(self, gradients: Sequence[Tensor]) -> None:
         """Give the user's parameters their gradients."""
         storage = self._storage
-        finished = self._finish(gradients, storage.blocks, storage.flats)
+        finished = self.finish(gradients, storage.blocks, storage.flats)
         for block, slot in self._recorder.slots:
             gradient, indices = slot.view(finished[block]), storage.indices.get(slot.name)
             if indices is not None:
@@ -259,14 +251,14 @@ class TracedOptimizer(FlatOptimizer):
 
     def snapshot(self) -> object:
         """A copy of the state, and of what else the optimizer has that its step may change."""
-        optimizer, memo = self._optimizer, self._parameters()
+        optimizer, memo = self.optimizer, self._parameters()
         state = {p: values for p, values in optimizer.state.items() if id(p) in memo}
         data = {n: v for n, v in vars(optimizer).items() if n not in _OF_TORCH and _is_data(v)}
         return copy.deepcopy((state, data), memo), settings.keep(optimizer)
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a copy of the state; as often as one likes."""
-        optimizer, memo = self._optimizer, self._parameters()
+        optimizer, memo = self.optimizer, self._parameters()
         copies, put_back = snapshot
         state, data = copy.deepcopy(copies, memo)
         for parameter in [p for p in optimizer.state if id(p) in memo]:
@@ -278,7 +270,7 @@ class TracedOptimizer(FlatOptimizer):
 
     def _parameters(self) -> Dict[int, object]:
         """The parameters, which a copy shares, by their identity."""
-        return {id(p): p for group in self._optimizer.param_groups for p in group["params"]}
+        return {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
 
     def export(self) -> None:
         """Let the torch optimizer have the state for good, once no update follows."""

@@ -137,52 +137,43 @@ class Snapshot:
         return tree.tensors((self.flats, self.buffers, self.optimizer, self.averages))
 
 
+@dataclasses.dataclass(eq=False)
 class StatePlacement:
     """Where weights and optimizer state lie between updates: whole, in every process.
 
     Owns both between :meth:`bind` and :meth:`unbind`.
 
-    Args:
+    Attributes:
         spec: of the training program.
         step: the user's module with the loss.
         carried: what an earlier program has left.
-        updater: applies the optimizer.
-        device: of the module.
-
-    Attributes:
         updater: applies the optimizer, and holds its state.
+        device: of the module.
         memory: where that state is between two updates.
         storage: the trained parameters; empty while nothing is bound.
         cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
         weights: the weights, where each process has a part of them; None: all have all.
-        device: as passed.
     """
 
-    def __init__(
-        self,
-        spec: ProgramSpec,
-        step: ModuleWithLoss,
-        carried: CarriedState,
-        updater: FlatOptimizer,
-        device: torch.device,
-    ) -> None:
-        assert spec.optimizer is not None
-        self.updater = updater
-        self.memory = updater.memory
+    spec: ProgramSpec
+    step: ModuleWithLoss
+    carried: CarriedState
+    updater: FlatOptimizer
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        assert self.spec.optimizer is not None
+        self.memory = self.updater.memory
         self.storage = FlatStorage([])
         self.cuts: Optional[Sequence[Sequence[int]]] = None
         self.weights: Optional[ShardedWeights] = None
-        self.device = device
-        self._spec = spec
-        self._step = step
-        self._carried = carried
-        self._optimizer = spec.optimizer
-        self._version = OptimizerStateVersion(spec.optimizer)
+        self._optimizer = self.spec.optimizer
+        self._version = OptimizerStateVersion(self.spec.optimizer)
         # All tensors of the module, which must stay the same objects; one that runs eagerly may
         # give its buffers others.
-        self._tensors = step.tensors()
-        if spec.run_eagerly:
-            self._tensors = dict(step.named_parameters())
+        self._tensors = self.step.tensors()
+        if self.spec.run_eagerly:
+            self._tensors = dict(self.step.named_parameters())
 
     def bind(
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]], updates: int
@@ -199,7 +190,7 @@ class StatePlacement:
         """
         self.storage = self._make_storage(blocks, others)
         try:
-            self.updater.bind(self.storage, self._spec.run_eagerly)
+            self.updater.bind(self.storage, self.spec.run_eagerly)
         except BaseException:
             self.storage.release()
             raise
@@ -240,7 +231,7 @@ class StatePlacement:
         Raises:
             ConfigurationError: a parameter or buffer is another object now.
         """
-        refuse_replaced(self._step, self._tensors)
+        refuse_replaced(self.step, self._tensors)
         storage = self.storage
         for block in storage.blocks:
             for slot in block.slots:

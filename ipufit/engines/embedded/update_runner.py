@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _Numbers = Sequence[Tuple[Sequence[ReportedScalars], Tensor]]
 
 
+@dataclasses.dataclass(eq=False)
 class UpdateRunner(UpdateWay):
     """Makes one update after another, and sees to it that none is made of what is not finite.
 
@@ -42,7 +44,7 @@ class UpdateRunner(UpdateWay):
     update turns out to have been bad, the execution is taken back and repeated without it. Data and
     random numbers are functions of the update, so both ways give the same bits.
 
-    Args:
+    Attributes:
         engine: brings results to the host.
         state: what the updates change.
         seed: starts the random numbers of a micro-batch.
@@ -50,39 +52,29 @@ class UpdateRunner(UpdateWay):
         watches: whether gradients and weights are looked at in every update, too.
         scales: the loss scale of each update, where a captured graph reads it; None for the present
             one.
-
-    Attributes:
-        at_once: as given.
         counted: whether losses are means over what they count, rather than over samples.
         overlap: says whether gradients are added during the backward pass; None where they are
             in one bucket, or in one process.
     """
 
-    def __init__(
-        self,
-        engine: EngineContext,
-        state: TrainingState,
-        seed: Seeding,
-        at_once: bool,
-        watches: bool = False,
-        scales: Optional[Iterator[Tensor]] = None,
-    ) -> None:
-        self.at_once = at_once
+    engine: EngineContext
+    state: TrainingState
+    seed: Seeding
+    at_once: bool
+    watches: bool = False
+    scales: Optional[Iterator[Tensor]] = None
+
+    def __post_init__(self) -> None:
         self.counted = False
         self.overlap: Optional[Overlap] = None
-        self._engine = engine
-        self._spec = spec = state.spec
-        self._state = state
-        self._device = state.device
-        self._seed = seed
-        self._watches = watches
-        self._scales = scales
+        self._spec = spec = self.state.spec
+        self._device = self.state.device
         self._reduction = GradientReduction(spec)
-        self._only_move = Move(state.turns[0])
+        self._only_move = Move(self.state.turns[0])
         self._processes = spec.processes
-        self._is_scaled = state.scaler is not None
+        self._is_scaled = self.state.scaler is not None
         # Whether anybody looks at gradients before they are applied.
-        self._is_judged = self._is_scaled or watches
+        self._is_judged = self._is_scaled or self.watches
         # Names of the parameters that a gradient came to in the present update, where it may be
         # others than in the one before.
         self._with_grad: Set[str] = set()
@@ -98,26 +90,26 @@ class UpdateRunner(UpdateWay):
             NonFiniteLossError: the state is that before the update named in it.
         """
         if not execution.is_here:
-            with self._engine.clock.during("to_device"):
+            with self.engine.clock.during("to_device"):
                 execution.updates = [
                     [(batch.to(self._device), recorded) for batch, recorded in update]
                     for update in execution.updates
                 ]
-        self._state.updater.refresh(execution.rows)
+        self.state.updater.refresh(execution.rows)
         with computing(self._device, execution.is_random):
-            if self._watches or not self.at_once:
+            if self.watches or not self.at_once:
                 return self._run_late(execution)
             results = self.make(execution, execution.updates, None)
-            return self._engine.fetch(results, self._state.describe(execution.rows))[0]
+            return self.engine.fetch(results, self.state.describe(execution.rows))[0]
 
     def _run_late(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates, look at their numbers, and repeat them without those that were bad."""
-        state, updates = self._state, execution.updates
+        state, updates = self.state, execution.updates
         start, snapshot = state.updates, state.snapshot()
         left_out: Set[int] = set()
         while True:
             try:
-                results = self.make(execution, updates, None if self._watches else left_out)
+                results = self.make(execution, updates, None if self.watches else left_out)
             except NonFiniteLossError as error:
                 # This is the update it names: all before it are known to be good.
                 if error.found is not None:
@@ -130,7 +122,7 @@ class UpdateRunner(UpdateWay):
                 # An update before this one may have been spoilt already: no loss was looked at.
                 state.restore(snapshot)
                 raise
-            anchors, finite = self._engine.fetch(results, state.describe(execution.rows))
+            anchors, finite = self.engine.fetch(results, state.describe(execution.rows))
             lost = self._first_lost(execution, anchors.losses)
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
@@ -144,8 +136,8 @@ class UpdateRunner(UpdateWay):
             self._go_back(snapshot, execution)
 
     def _go_back(self, snapshot: Snapshot, execution: ExecutionWork) -> None:
-        self._state.restore(snapshot)
-        self._state.updater.refresh(execution.rows)
+        self.state.restore(snapshot)
+        self.state.updater.refresh(execution.rows)
 
     def _begin_of(self, execution: ExecutionWork, index: int) -> int:
         """Return the first entry of the update that an entry of the execution belongs to."""
@@ -177,7 +169,7 @@ class UpdateRunner(UpdateWay):
         if execution.shares is not None:
             self._refuse_common(values, execution.shares[update])
         for value in values:
-            refuse_loss(self._state, value, title)
+            refuse_loss(self.state, value, title)
 
     def make(
         self, execution: ExecutionWork, updates: Sequence[Update], left_out: Optional[Set[int]]
@@ -198,7 +190,7 @@ class UpdateRunner(UpdateWay):
                 are back to what they were before the update. With ``detect_nan`` also a gradient,
                 or a weight afterwards, with which the update is made already.
         """
-        state = self._state
+        state = self.state
         is_sum = self._spec.config.outputs.mode == "sum"
         wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
         results = ExecutionOutputs(wanted, self._spec.plan.replicas if is_sum else 0)
@@ -243,7 +235,7 @@ class UpdateRunner(UpdateWay):
                 state.updater.apply(gradients)
                 state.updater.evaluate = None
                 state.storage.indices.clear()
-                if self._watches:
+                if self.watches:
                     refuse_weights(state)
             # Not held while those of the next update are computed.
             del gradients, saved
@@ -266,15 +258,15 @@ class UpdateRunner(UpdateWay):
             present = set().union(*self._processes.gather(sorted(present)))
         if not present:
             return []
-        storage = self._state.storage
-        gradients = self._state.bind_present(gradients, present, turn)
-        if self._state.storage is not storage:
-            self._state.updater.refresh(rows)
+        storage = self.state.storage
+        gradients = self.state.bind_present(gradients, present, turn)
+        if self.state.storage is not storage:
+            self.state.updater.refresh(rows)
         return gradients
 
     def _note(self, micro: MicroBatchStep) -> None:
         """Note where the gradients of a micro-batch are, and what it has changed in place."""
-        self._state.note_written(micro.written)
+        self.state.note_written(micro.written)
         self._with_grad |= micro.with_grad
         for name, indices in micro.indices.items():
             self._indices.setdefault(name, []).append(indices)
@@ -290,7 +282,7 @@ class UpdateRunner(UpdateWay):
             raise CaptureError(
                 "over several processes, beside recorded batches or with Memory(shard=...), a "
                 "batch that the module itself computes must give every parameter a gradient that "
-                f"the first ones do, but one in update {self._state.updates} gives "
+                f"the first ones do, but one in update {self.state.updates} gives "
                 f"{public_name(min(left_out))!r} none. Multiply what is left out by zero, or use "
                 "compile(..., run_eagerly=True) without shard=."
             )
@@ -308,8 +300,8 @@ class UpdateRunner(UpdateWay):
 
     def _bind_all(self, rows: Rows) -> None:
         """Bind again what an update has passed over."""
-        if self._state.bind_all() and rows:
-            self._state.updater.refresh(rows)
+        if self.state.bind_all() and rows:
+            self.state.updater.refresh(rows)
 
     def _evaluation(
         self,
@@ -330,7 +322,7 @@ class UpdateRunner(UpdateWay):
             numbers: what its micro-batches have reported.
             gradients: of the update.
         """
-        state, first = self._state, [gradient.clone() for gradient in gradients]
+        state, first = self.state, [gradient.clone() for gradient in gradients]
         before = [flat.clone() for flat in state.storage.flats]
 
         def evaluate() -> Tuple[Tensor, Sequence[Tensor]]:
@@ -362,7 +354,7 @@ class UpdateRunner(UpdateWay):
         share = None if execution.shares is None else execution.shares[index]
         sizes = [batch.size for batch, _ in execution.updates[index]]
         total = self._reduction.start(sizes, share)
-        kind = torch.promote_types(self._state.storage.flats[0].dtype, torch.float32)
+        kind = torch.promote_types(self.state.storage.flats[0].dtype, torch.float32)
         for kinds, rows in numbers:
             for row in rows.reshape(len(kinds), -1).to(kind):
                 count = row[1] if self.counted else None
@@ -387,9 +379,9 @@ class UpdateRunner(UpdateWay):
         self, gradients: Sequence[Tensor], left_out: Optional[bool], results: ExecutionOutputs
     ) -> bool:
         """Tell whether an update with these gradients is skipped."""
-        state = self._state
+        state = self.state
         if state.scaler is None:
-            if self._watches:
+            if self.watches:
                 refuse_gradients(state, gradients)
             return False
         used_gradients = list(gradients)
@@ -419,7 +411,7 @@ class UpdateRunner(UpdateWay):
             results: takes what micro-batches report.
             move: the turn that it is of.
         """
-        update, state, states = execution.updates[index], self._state, move.turn.states
+        update, state, states = execution.updates[index], self.state, move.turn.states
         shares = execution.shares
         share = None if shares is None else shares[move.update if execution.moves else index]
         total = self._reduction.start([batch.size for batch, _ in update], share)
@@ -437,7 +429,7 @@ class UpdateRunner(UpdateWay):
             blocks = len(recorded.micro.blocks)
             place = number if share is None else share.places[number]
             if recorded.random:
-                self._seed(recorded, state.updates, place, move.stream)
+                self.seed(recorded, state.updates, place, move.stream)
             weights = states[place % len(states)]
             if divided is not None:
                 divided.factor = None if self.counted else total.next_factor()
@@ -479,10 +471,10 @@ class UpdateRunner(UpdateWay):
 
     def _scale(self) -> Tuple[List[Tensor], Union[float, Tensor]]:
         """Return the loss scale as an argument of a recording, and its value."""
-        if self._scales is not None:
-            scale = next(self._scales)
+        if self.scales is not None:
+            scale = next(self.scales)
             return [scale], scale
-        scaler = self._state.scaler
+        scaler = self.state.scaler
         assert scaler is not None
         return [scaler.tensor(self._device)], scaler.value
 
@@ -490,7 +482,7 @@ class UpdateRunner(UpdateWay):
         """Begin sums over processes by buckets; whether they go along with the backward pass."""
         if self.overlap is None:
             return None, False
-        cuts = self._state.placement.cuts
+        cuts = self.state.placement.cuts
         sums = BucketSums(self._processes, self.overlap.order, total, cuts)
         return sums, self.overlap.begin()
 
@@ -515,12 +507,12 @@ class UpdateRunner(UpdateWay):
         """
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
-        placement = self._state.placement
+        placement = self.state.placement
         divided = placement.weights
         if divided is not None:
             for _ in range(share.most - len(share.indices)):
                 total.collect(divided.idle(divided.events), None)
-        flats = self._state.gradients_like(move.turn)
+        flats = self.state.gradients_like(move.turn)
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)
@@ -550,7 +542,7 @@ class UpdateRunner(UpdateWay):
         if not every:
             return
         try:
-            refuse_loss(self._state, min(every)[1])
+            refuse_loss(self.state, min(every)[1])
         except NonFiniteLossError as error:
             common(error)
             raise
@@ -562,11 +554,11 @@ class UpdateRunner(UpdateWay):
         kinds, looks = merged.step.reported, self.at_once and not self._processes.is_distributed
         for start in range(0, len(update), merged.count):
             batches = [batch for batch, _ in update[start : start + merged.count]]
-            numbers, outputs, gradients = merged(self._state.states[0], batches)
+            numbers, outputs, gradients = merged(self.state.states[0], batches)
             losses = losses_of(numbers, len(kinds)) if looks else []
             if not all(map(math.isfinite, losses)):
                 for value in losses:
-                    refuse_loss(self._state, value)
+                    refuse_loss(self.state, value)
             results.add(merged.base, kinds, numbers, outputs)
             self._with_grad |= merged.base.micro.with_grad
             count = numbers[:, 1].sum() if kinds[0].counted else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Callable, List, Optional, Sequence
 
 import torch
@@ -122,10 +123,11 @@ def _error(backend: str, what: str) -> ConfigurationError:
     )
 
 
+@dataclasses.dataclass(eq=False)
 class _CompiledGraph:
     """Runs what a backend compiled; results are tensors of their own.
 
-    Args:
+    Attributes:
         run: of the backend.
         draw: makes random numbers that it takes behind the inputs of the graph; None: it takes
             none.
@@ -133,17 +135,12 @@ class _CompiledGraph:
         title: of the graph, for errors.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Sequence[Tensor]],
-        draw: Optional[Callable[[], Sequence[Tensor]]],
-        backend: str,
-        title: str,
-    ) -> None:
-        self._run = run
-        self._draw = draw
-        self._backend = backend
-        self._title = title
+    run: Callable[..., Sequence[Tensor]]
+    draw: Optional[Callable[[], Sequence[Tensor]]]
+    backend: str
+    title: str
+
+    def __post_init__(self) -> None:
         # Places of results that the next call would write over.
         self._reused: List[int] = []
 
@@ -153,15 +150,15 @@ class _CompiledGraph:
         Raises:
             ConfigurationError: the compiled graph fails.
         """
-        if self._draw is not None:
-            tensors = (*tensors, *self._draw())
+        if self.draw is not None:
+            tensors = (*tensors, *self.draw())
         try:
-            results = [*self._run(*tensors)]
+            results = [*self.run(*tensors)]
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            what = f"compiled {self._title}, but that fails: {brief_error(error)}"
-            raise _error(self._backend, what) from error
+            what = f"compiled {self.title}, but that fails: {brief_error(error)}"
+            raise _error(self.backend, what) from error
         for place in self._reused:
             results[place] = results[place].clone()
         return results
@@ -190,8 +187,8 @@ class _CompiledGraph:
             if fault is not None:
                 if uses_random_numbers(graph):
                     fault += "; it draws random numbers, which may differ in a backend"
-                what = f"must {what} what {self._title} does, but {fault}"
-                raise _error(self._backend, what)
+                what = f"must {what} what {self.title} does, but {fault}"
+                raise _error(self.backend, what)
         self._reused = [
             place
             for place, (one, other) in enumerate(zip(results, repeated))

@@ -89,10 +89,11 @@ class _Counters:
     scale: Optional[ScaleState]
 
 
+@dataclasses.dataclass(eq=False)
 class CapturedExecutions(UpdateWay):
     """Replays executions that have been captured, and captures those that come again.
 
-    Args:
+    Attributes:
         engine: brings results to the host.
         live: what the updates change.
         maker: captures.
@@ -100,20 +101,15 @@ class CapturedExecutions(UpdateWay):
         runner: makes executions that are not captured.
     """
 
-    def __init__(
-        self,
-        engine: EngineContext,
-        live: TrainingState,
-        maker: GraphMaker,
-        key_of: KeyOf,
-        runner: UpdateRunner,
-    ) -> None:
-        self._engine = engine
-        self._runner = runner
-        self._spec = live.spec
-        self._live = live
-        self._device = live.device
-        self._key_of = key_of
+    engine: EngineContext
+    live: TrainingState
+    maker: GraphMaker
+    key_of: KeyOf
+    runner: UpdateRunner
+
+    def __post_init__(self) -> None:
+        self._spec = self.live.spec
+        self._device = self.live.device
         self._known: OrderedDict[Tuple[object, ...], Optional[_Captured]] = OrderedDict()
         # Where samples of one form go, whatever else sets executions apart.
         self._inputs: Dict[object, Static] = {}
@@ -123,7 +119,6 @@ class CapturedExecutions(UpdateWay):
         self._reason: Optional[str] = None
         self._explanation: Optional[str] = None
         self._replays = False
-        self._maker = maker
 
     @property
     def jit(self) -> Optional[str]:
@@ -153,15 +148,15 @@ class CapturedExecutions(UpdateWay):
         """Replay an execution, or run it as recorded where it is not captured, or bad."""
         result = self._run_captured(execution)
         if result is None:
-            with self._maker.aside():
-                result = self._runner.run(execution)
+            with self.maker.aside():
+                result = self.runner.run(execution)
         return result
 
     def _run_captured(self, execution: ExecutionWork) -> Optional[ExecutionResult]:
         """Run an execution; None if it is not captured, or bad: then nothing has changed."""
         updates, rows, batch = execution.updates, execution.rows, execution.batch
         sent = batch.sent if isinstance(batch, _StagedBatch) else None
-        updater, averages = self._live.updater, self._live.averages
+        updater, averages = self.live.updater, self.live.averages
         if self._reason is None:
             self._note(self._why_not(updates))
         if self._reason is not None or (averages is not None and averages.fresh):
@@ -176,8 +171,8 @@ class CapturedExecutions(UpdateWay):
                 # Graphs don't save what the optimizer has begun to need.
                 self.forget()
                 self._states = len(updater.state_tensors())
-            if self._live.scaler is not None:
-                scales = [state.value for state in self._live.scaler.coming(len(rows))[:-1]]
+            if self.live.scaler is not None:
+                scales = [state.value for state in self.live.scaler.coming(len(rows))[:-1]]
                 tables.append(torch.tensor(scales, dtype=torch.float64))
             captured = self._captured(updater, execution, tables)
             if captured is None:
@@ -191,7 +186,7 @@ class CapturedExecutions(UpdateWay):
 
     def _why_not(self, updates: Sequence[Update]) -> Optional[str]:
         """Why these are not captured, as the end of a sentence."""
-        config, live = self._spec.config, self._live
+        config, live = self._spec.config, self.live
         if not isinstance(live.updater, RuleOptimizer):
             name = name_of_optimizer(self._spec.optimizer)
             return f"the step of {name} is torch's own, which counts steps on the host"
@@ -223,7 +218,7 @@ class CapturedExecutions(UpdateWay):
         self, updater: RuleOptimizer, execution: ExecutionWork, tables: Sequence[Tensor]
     ) -> Optional[_Captured]:
         """The graph for such an execution; captured now if it comes for the second time."""
-        live, ema = self._live, self._spec.config.ema
+        live, ema = self.live, self._spec.config.ema
         every = ema.overwrite_frequency if ema is not None else None
         key = (
             tuple(id(recorded) for update in execution.updates for _, recorded in update),
@@ -243,7 +238,7 @@ class CapturedExecutions(UpdateWay):
         if self._known[key] is None:
             before = self._counters(updater)
             try:
-                with self._engine.recording():
+                with self.engine.recording():
                     self._known[key] = self._capture(updater, execution, tables)
             except RuntimeError as error:
                 cause = error.__context__ or error
@@ -260,7 +255,7 @@ class CapturedExecutions(UpdateWay):
     def _capture(
         self, updater: RuleOptimizer, execution: ExecutionWork, tables: Sequence[Tensor]
     ) -> _Captured:
-        live, updates, rows = self._live, execution.updates, execution.rows
+        live, updates, rows = self.live, execution.updates, execution.rows
         present = _leaves(updates)
         form = _form(present)
         if form not in self._inputs:
@@ -291,10 +286,10 @@ class CapturedExecutions(UpdateWay):
 
             def seed(recorded: TracedStep, update: int, place: int, stream: str) -> None:
                 if recorded.random:
-                    draw(draws[update - first, place], self._key_of(update, place))
+                    draw(draws[update - first, place], self.key_of(update, place))
 
             values = iter(scales[0]) if scales else None
-            runner = UpdateRunner(self._engine, live, seed, False, scales=values)
+            runner = UpdateRunner(self.engine, live, seed, False, scales=values)
             for place, value in zip(saved.tensors(), live.snapshot().tensors()):
                 place.copy_(value)
             updater.take(rows, static.tensors[:blocks])
@@ -305,17 +300,17 @@ class CapturedExecutions(UpdateWay):
             results.forget()
             captured.append((results, results.tensors(), packed))
 
-        graph = self._maker.capture(run, len(draws))
+        graph = self.maker.capture(run, len(draws))
         return _Captured(graph, placed, inputs, static, *captured[0], list(draws))
 
     def _replay(self, captured: _Captured, rows: Rows) -> Optional[ExecutionResult]:
-        live, updater = self._live, self._live.updater
+        live, updater = self.live, self.live.updater
         assert isinstance(updater, RuleOptimizer)
         before = self._counters(updater)
-        keys = [self._key_of(live.updates + index, place) for index, place in captured.draws]
+        keys = [self.key_of(live.updates + index, place) for index, place in captured.draws]
         captured.graph.replay(keys)
         try:
-            arrived = self._engine.transfer.start(captured.packed)
+            arrived = self.engine.transfer.start(captured.packed)
             scales = live.scaler.coming(len(rows)) if live.scaler is not None else [None]
             counts = updater.counts_after(rows)
             self._go_on_from(updater, _Counters(live.updates + len(rows), counts, scales[-1]))
@@ -331,20 +326,20 @@ class CapturedExecutions(UpdateWay):
 
     def _take_back(self, updater: RuleOptimizer, before: _Counters) -> None:
         assert self._saved is not None
-        self._live.restore(self._saved)
+        self.live.restore(self._saved)
         self._go_on_from(updater, before)
 
     def _counters(self, updater: RuleOptimizer) -> _Counters:
-        scaler = self._live.scaler
+        scaler = self.live.scaler
         return _Counters(
-            self._live.updates, updater.counts, scaler.state if scaler is not None else None
+            self.live.updates, updater.counts, scaler.state if scaler is not None else None
         )
 
     def _go_on_from(self, updater: RuleOptimizer, counters: _Counters) -> None:
-        self._live.updates = counters.updates
+        self.live.updates = counters.updates
         updater.counts = counters.counts
-        if self._live.scaler is not None and counters.scale is not None:
-            self._live.scaler.state = counters.scale
+        if self.live.scaler is not None and counters.scale is not None:
+            self.live.scaler.state = counters.scale
 
 
 def _leaves(updates: Sequence[Update]) -> List[Tensor]:

@@ -80,7 +80,7 @@ class ShardedPlacement(StatePlacement):
             ProcessError: some have changed it, and others not.
         """
         changed = self._version.is_changed
-        self._spec.processes.assert_equal_across_ranks(
+        self.spec.processes.assert_equal_across_ranks(
             state_of_the_optimizer="changed" if changed else "as it was"
         )
         return changed
@@ -140,13 +140,13 @@ class FSDPPlacement(ShardedPlacement):
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
     ) -> ShardedWeights:
         """This process's parts of all parameters."""
-        processes = self._spec.processes
+        processes = self.spec.processes
         rest = _blocks(others)
         cuts = self.updater.cuts_of(blocks)
         cuts += [cuts_of(block, processes.num_processes, False) for block in rest]
-        dtype, count = self._spec.config.accumulation_dtype, len(blocks)
+        dtype, count = self.spec.config.accumulation_dtype, len(blocks)
         weights = ShardedWeights([*blocks, *rest], cuts, count, processes, self.device, dtype)
-        self.weights = self._carried.weights = weights
+        self.weights = self.carried.weights = weights
         return weights
 
     def attach(self, recorded: TracedStep) -> None:
@@ -164,9 +164,9 @@ class FSDPPlacement(ShardedPlacement):
         if super().must_take_over():
             return True
         assert self.weights is not None
-        refuse_replaced(self._step, self._tensors)
+        refuse_replaced(self.step, self._tensors)
         # Each sees the change of its own part.
-        if any(self._spec.processes.gather(self.weights.is_changed(), "weights")):
+        if any(self.spec.processes.gather(self.weights.is_changed(), "weights")):
             return True
         self.weights.note()
         return False
@@ -177,7 +177,7 @@ class FSDPPlacement(ShardedPlacement):
         Raises:
             ConfigurationError: a weight was changed or replaced within an epoch.
         """
-        refuse_replaced(self._step, self._tensors)
+        refuse_replaced(self.step, self._tensors)
         assert self.weights is not None
         if self.weights.was_touched():
             raise ConfigurationError(
@@ -194,7 +194,7 @@ class FSDPPlacement(ShardedPlacement):
     def unbind(self) -> None:
         """Keep the optimizer's parts for the next program; what the module holds stays."""
         super().unbind()
-        self.weights = self._carried.weights = None
+        self.weights = self.carried.weights = None
 
 
 class FSDPWeights(ModuleWeights):
