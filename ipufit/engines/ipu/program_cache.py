@@ -20,42 +20,37 @@ from ipufit.errors import ConfigurationError, PlanError
 from ipufit.tracing.grad_step import public_name
 
 
+@dataclasses.dataclass(eq=False)
 class ProgramCache:
     """Programs by the form of their micro-batches and the size of their calls.
 
     The first one works on the user's own module, all others on copies. Weights and optimizer state
     are with one program at a time, or with the user's module and torch's optimizer.
 
-    Args:
+    Attributes:
         engine: what they are built for.
         spec: what is built.
         host: the user's tensors.
         optimizer: torch's.
-
-    Attributes:
         updates: made since ``compile``.
         form: of the micro-batches that come next; the programs of others wait.
     """
 
-    def __init__(
-        self,
-        engine: IpuContext,
-        spec: ProgramSpec,
-        host: Host,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self._engine = engine
-        self._spec = spec
-        self._host = host
-        self._scheduled = _scheduled(spec)
-        self.updates = spec.first_update
+    engine: IpuContext
+    spec: ProgramSpec
+    host: Host
+    optimizer: torch.optim.Optimizer
+
+    def __post_init__(self) -> None:
+        self._scheduled = _scheduled(self.spec)
+        self.updates = self.spec.first_update
         self.form: object = None
         self._examples: Dict[object, MicroBatch] = {}
         self._programs: Dict[Tuple[object, Size], Trained] = {}
         self._current: Optional[Trained] = None
         self._versions: List[int] = []
         self._unstored = 0
-        self._published = OptimizerStateVersion(optimizer)
+        self._published = OptimizerStateVersion(self.optimizer)
 
     @property
     def example(self) -> Optional[MicroBatch]:
@@ -84,13 +79,13 @@ class ProgramCache:
             example = example.head(size.micro_batch)
         self.leave()
         self._meet()
-        engine, spec = self._engine, self._spec
+        engine, spec = self.engine, self.spec
         options = make_options(engine.sdk, spec, size)
         with engine.recording():
             program = Trained(
                 engine.sdk,
                 spec,
-                self._host,
+                self.host,
                 options,
                 size,
                 example,
@@ -108,7 +103,7 @@ class ProgramCache:
         return program
 
     def _refuse_shared_count(self, program: Trained) -> None:
-        processes = self._spec.processes.num_processes
+        processes = self.spec.processes.num_processes
         count = program.size.per_update * processes
         if program.traced.reported.counted and count > 1:
             sources = "gradient_accumulation and ipus"
@@ -124,7 +119,7 @@ class ProgramCache:
 
     def _enter(self, program: Trained) -> None:
         self._current = program
-        self._versions = self._host.versions()
+        self._versions = self.host.versions()
 
     def leave(self) -> None:
         """Bring everything to the user's module and torch's optimizer."""
@@ -135,14 +130,14 @@ class ProgramCache:
 
     def turn_to(self, program: Trained) -> None:
         """Let a program have the device, with the newest weights and optimizer state."""
-        with translate_errors(self._engine.sdk, "acquiring the device"):
+        with translate_errors(self.engine.sdk, "acquiring the device"):
             if self._current is program:
                 if not self._is_attached(program):
                     self._meet()
                 fresh = program.take()
-                if not fresh and self._host.versions() != self._versions:
+                if not fresh and self.host.versions() != self._versions:
                     _send_weights(program.executor)
-                self._versions = self._host.versions()
+                self._versions = self.host.versions()
                 return
             self.leave()
             self._meet()
@@ -170,9 +165,9 @@ class ProgramCache:
         if program is None:
             return
         if self._is_attached(program):
-            with translate_errors(self._engine.sdk, "copying weights to the device"):
+            with translate_errors(self.engine.sdk, "copying weights to the device"):
                 _send_weights(program.executor)
-        self._versions = self._host.versions()
+        self._versions = self.host.versions()
 
     def _is_attached(self, program: Trained) -> bool:
         return OWNER.has(program.executor) and bool(program.executor.isAttachedToDevice())
@@ -189,8 +184,8 @@ class ProgramCache:
 
         They are about to take them from the host, as those of one process do.
         """
-        if self._spec.processes.is_distributed and self.changes_buffers:
-            self._host.share_buffers(self._spec.processes)
+        if self.spec.processes.is_distributed and self.changes_buffers:
+            self.host.share_buffers(self.spec.processes)
 
     def follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""
@@ -202,7 +197,7 @@ class ProgramCache:
         if self._published.is_ahead(self.updates):
             return  # what a callback has made of it is the newer one
         if self._current is not None and self._unstored:
-            with translate_errors(self._engine.sdk, "reading the optimizer's state"):
+            with translate_errors(self.engine.sdk, "reading the optimizer's state"):
                 self._current.optimizer.store(self._unstored)
             self._unstored = 0
         self.note_published()

@@ -73,6 +73,7 @@ class PreflightFinding:
         return "\n".join(lines)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PreflightReport(TextReport):
     """Findings about a model, from PopTorch 3.4's published source and documentation.
 
@@ -97,21 +98,15 @@ class PreflightReport(TextReport):
         findings: unsupported ones first, then unknown ones, then those with limits.
     """
 
-    def __init__(
-        self,
-        title: str,
-        findings: Tuple[PreflightFinding, ...],
-        operators: int,
-        stopped: Optional[str] = None,
-        warnings: Tuple[str, ...] = (),
-    ) -> None:
-        self.title = title
-        self.findings: Tuple[PreflightFinding, ...] = tuple(
-            sorted(findings, key=lambda one: _VERDICTS.index(one.verdict))
-        )
-        self.operators = operators
-        self.stopped = stopped
-        self.warnings: Tuple[str, ...] = warnings
+    title: str
+    findings: Tuple[PreflightFinding, ...]
+    operators: int
+    stopped: Optional[str] = None
+    warnings: Tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        by_verdict = sorted(self.findings, key=lambda one: _VERDICTS.index(one.verdict))
+        self.findings = tuple(by_verdict)
 
     @property
     def ok(self) -> bool:
