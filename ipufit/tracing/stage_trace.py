@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -103,42 +104,38 @@ def _computes(operator: torch._ops.OpOverload, result: object) -> bool:
 _NAMES_ANEW = {torch.ops.aten.lift_fresh, torch.ops.aten._unsafe_view}
 
 
+@dataclasses.dataclass(eq=False)
 class Walk:
     """Checks a forward pass call by call, for :func:`follow_stages`."""
 
-    def __init__(
-        self,
-        partition: Partition,
-        module: nn.Module,
-        blocks: OwnBlocks,
-        on_begin: Callable[[int], None],
-    ) -> None:
-        self._partition = partition
-        self._begins = dict(partition.begins)
-        self._module = module
-        self._names = {id(part): name for name, part in module.named_modules()}
-        self._own = blocks
-        self._on_begin = on_begin
+    partition: Partition
+    module: nn.Module
+    blocks: OwnBlocks
+    on_begin: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self._begins = dict(self.partition.begins)
+        self._names = {id(part): name for name, part in self.module.named_modules()}
         self._stage, self._last = 0, "the start"
         self._begun: List[str] = []
         self._called: Dict[str, Set[int]] = {}
-        self._reads = _ParameterReads(module, self._place)
+        self._reads = _ParameterReads(self.module, self._place)
         self._outside: Optional[str] = None
-        self._is_training = module.training
+        self._is_training = self.module.training
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Follow what happens in the block."""
         with watch_modules(self._on_call, self._on_return):
             if self._begins:
-                self._on_begin(0)
+                self.on_begin(0)
             with self._reads.seeing():
                 yield
 
     def _place(self) -> int:
-        ipu_of_block = self._own.place()
-        if ipu_of_block is not None and self._own.is_left and not self._reads.in_loss:
-            self._outside = self._outside or self._own.entered()[-1][0]
+        ipu_of_block = self.blocks.place()
+        if ipu_of_block is not None and self.blocks.is_left and not self._reads.in_loss:
+            self._outside = self._outside or self.blocks.entered()[-1][0]
         return self._stage if ipu_of_block is None else ipu_of_block
 
     def _on_call(self, part: nn.Module, args: object) -> None:
@@ -154,7 +151,7 @@ class Walk:
         self._called.setdefault(name, set()).add(self._stage)
 
     def _on_return(self, part: nn.Module, args: object, result: object) -> None:
-        self._reads.in_loss = self._reads.in_loss or part is self._module
+        self._reads.in_loss = self._reads.in_loss or part is self.module
         name = AFTER + self._names.get(id(part), "")
         if name in self._begins:
             self._enter(name, self._begins[name])
@@ -169,7 +166,7 @@ class Walk:
                 f"{self._stage} or later, or let forward call it earlier."
             )
         if stage > self._stage:
-            self._on_begin(stage)
+            self.on_begin(stage)
         self._stage, self._last = stage, name
 
     def _spread(self, name: str, ipus: Sequence[int]) -> None:
@@ -226,18 +223,18 @@ class Walk:
         parts = begun_by(name, self._names.values()).split(".")
         around = (".".join(parts[:end]) for end in range(len(parts)))
         return any(
-            isinstance(self._module.get_submodule(outer), _FUSED)
+            isinstance(self.module.get_submodule(outer), _FUSED)
             for outer in around
             if outer in self._called
         )
 
     def _check_divided(self) -> None:
         """Several IPUs need something that divides the module."""
-        partition = self._partition
+        partition = self.partition
         divided = (
-            partition.begins or self._own.entered() or ipus_of(self._module, self._is_training)
+            partition.begins or self.blocks.entered() or ipus_of(self.module, self._is_training)
         )
-        if partition.ipus > 1 and self._own.can_hear_all and not divided:
+        if partition.ipus > 1 and self.blocks.can_hear_all and not divided:
             raise UncountedError(
                 f"ipus_per_replica={partition.ipus} needs a divided module, but nothing divides "
                 "this one, which has no own blocks. Pass stages or layers_per_ipu to compile, "
@@ -247,8 +244,8 @@ class Walk:
             )
 
     def _check_work(self, left_out: Set[int]) -> None:
-        has_blocks = bool(self._own.entered())
-        count = self._partition.ipus if has_blocks or not self._begins else self._partition.stages
+        has_blocks = bool(self.blocks.entered())
+        count = self.partition.ipus if has_blocks or not self._begins else self.partition.stages
         idle = sorted(set(range(count)) - self._reads.works - left_out)
         if not idle:
             return
@@ -275,7 +272,7 @@ class Walk:
 
     def _check_reads(self) -> None:
         """Each parameter is read in one stage, or on one IPU."""
-        unit = "IPUs" if self._own.entered() else "stages"
+        unit = "IPUs" if self.blocks.entered() else "stages"
         twins = self._twins()
         for name, places in self._reads.by_forward.items():
             read_in = self._places_of(name) or places
@@ -298,7 +295,7 @@ class Walk:
 
     def _ipu(self, place: int) -> int:
         """Find the IPU of a stage; without a partition's places, its number."""
-        return self._partition.places[place] if self._partition.places else place
+        return self.partition.places[place] if self.partition.places else place
 
     def _read_in(self, stage: int, names: List[str], default: str) -> str:
         """The name of a parameter by which a module has it that was called in a stage."""
@@ -307,7 +304,7 @@ class Walk:
 
     def _way_back(self, name: str, home: int, stage: int) -> str:
         """Say how ``stages`` lets a module go back to the IPU of a weight, if it can."""
-        partition, module = self._partition, name.rpartition(".")[0]
+        partition, module = self.partition, name.rpartition(".")[0]
         if not self._begins or "phased" in partition.strategy or module not in self._called:
             return ""
         begins = [other for other, number in self._begins.items() if number == stage]
@@ -323,14 +320,14 @@ class Walk:
     def _twins(self) -> Dict[str, List[str]]:
         """All names of each parameter that has several, in the order of their calls."""
         names: Dict[int, List[str]] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         return {aliases[0]: aliases for aliases in names.values() if len(aliases) > 1}
 
     def _places_of(self, name: str) -> Optional[List[int]]:
         """The IPUs of a parameter whose layer is cut over several, whoever reads it."""
         path, _, key = name.rpartition(".")
-        owner = self._module.get_submodule(path)
+        owner = self.module.get_submodule(path)
         if not isinstance(owner, Serialized):
             return None
         places = owner.places(owner.training)
@@ -339,7 +336,7 @@ class Walk:
     def _check_calls(self) -> None:
         """Check reads of parameters by the calls of modules, where operators are not seen."""
         used: Dict[int, Tuple[int, str]] = {}
-        for name, part in self._module.named_modules(remove_duplicate=False):
+        for name, part in self.module.named_modules(remove_duplicate=False):
             for key, parameter in part._parameters.items():
                 for stage in self._stages_of(name, key) if parameter is not None else ():
                     full = f"{name}.{key}" if name else key
@@ -353,7 +350,7 @@ class Walk:
         places = self._places_of(f"{name}.{key}" if name else key)
         if places is not None:
             return places
-        part: Optional[str] = self._names.get(id(self._module.get_submodule(name)), name)
+        part: Optional[str] = self._names.get(id(self.module.get_submodule(name)), name)
         while part:
             if part in self._called:
                 return sorted(self._called[part])
