@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._parsers import flattenTensorStructure, parser_of, reconstructTensorStructure
+from ipufit.utils.codec import type_name
 
 _ADVICE = (
     " The model is compiled for the arguments of its first call. To compile it for these, call "
@@ -20,12 +21,6 @@ _ADVICE = (
 
 def _mismatch(what: str, name: str, expected: object, got: object) -> NoReturn:
     raise error(f"{what} mismatch for {name}: expected {expected} but got {got}.{_ADVICE}")
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{prefix}{kind.__qualname__}"
 
 
 def _compare(name: str, compiled: Any, actual: Any, differing: Set[str]) -> None:
@@ -41,7 +36,7 @@ def _compare(name: str, compiled: Any, actual: Any, differing: Set[str]) -> None
             _mismatch("Shape", name, compiled.shape, actual.shape)
         return
     if type(compiled) is not type(actual):
-        _mismatch("Type", name, _type_name(compiled), _type_name(actual))
+        _mismatch("Type", name, type_name(compiled), type_name(actual))
     if parser_of(compiled) is not None:
         _compare_tensors(name, compiled, actual, differing)
     elif isinstance(compiled, dict):

@@ -212,14 +212,14 @@ class _Encoder:
             return self._encode_dict(value, path)
         if isinstance(value, Tensor) and (self._codec.shares or kind in (Tensor, nn.Parameter)):
             return {"$tensor": self._keep(value, path)}
-        raise self._codec.refuses(_place(path), f"is of type {_type_name(value)}")
+        raise self._codec.refuses(_place(path), f"is of type {type_name(value)}")
 
     def _encode_dict(self, value: Mapping[Any, object], path: Path) -> object:
         for key in value:
             if not _is_key(key):
                 raise self._codec.refuses(
                     _place(path),
-                    f"has a key of type {_type_name(key)}, where a key is a string, or an int of "
+                    f"has a key of type {type_name(key)}, where a key is a string, or an int of "
                     f"at most {_BITS} bits",
                 )
         pairs = [(key, self.encode(part, (*path, key))) for key, part in value.items()]
@@ -349,10 +349,11 @@ def _place(path: Path) -> str:
 
 def _said(content: object) -> str:
     """Describe a value without its content, which may be large."""
-    return shown(content) if isinstance(content, str) else f"a value of type {_type_name(content)}"
+    return shown(content) if isinstance(content, str) else f"a value of type {type_name(content)}"
 
 
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
+    """Name the class of a value, with its module unless Python has it built in."""
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return module + kind.__qualname__
