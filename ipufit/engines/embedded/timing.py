@@ -35,7 +35,7 @@ _KEPT, _BUSY = 2000, 1.5
 _known: Dict[str, str] = {}
 
 # What the key of a choice begins with where that is to be measured no more.
-_SETTLED = "settled"
+SETTLED = "settled"
 
 
 def _once(call: Callable[[], object]) -> float:
@@ -70,30 +70,30 @@ def fastest(
         expected: whether all parts of the last way were faster when they were measured alone. Then
             it is taken unless it is slower as a whole.
     """
-    digest = _digest(key)
-    if _remembered(digest) is None:
+    name = recall(key)
+    if name is None:
         with torch.no_grad():
-            _keep({digest: _fastest(make(), measure, first, expected)})
-    return _known[digest]
+            name = _fastest(make(), measure, first, expected)
+        _keep({_digest(key): name})
+    return name
 
 
-def is_settled(key: Tuple[object, ...]) -> bool:
-    """Tell whether the choice for a key was made by :func:`settle`, in this process or before."""
-    return _remembered(_digest((_SETTLED, *key))) is not None
+def recall(key: Tuple[object, ...]) -> Optional[str]:
+    """Return what was chosen for a key, in this process or else in an earlier one; None: nothing.
 
-
-def settle(key: Tuple[object, ...], name: str) -> None:
-    """Let a way hold for a key from now on, instead of what :func:`fastest` has found."""
-    _keep(dict.fromkeys((_digest(key), _digest((_SETTLED, *key))), name))
-
-
-def _remembered(digest: str) -> Optional[str]:
-    """Return what was chosen in this process, or else in an earlier one; None for nothing."""
+    For a key that begins with :data:`SETTLED`, it is what :func:`settle` was told for the rest.
+    """
+    digest = _digest(key)
     if digest not in _known:
         stored = _stored()
         if digest in stored:
             _known[digest] = stored[digest]
     return _known.get(digest)
+
+
+def settle(key: Tuple[object, ...], name: str) -> None:
+    """Let a way hold for a key from now on, instead of what :func:`fastest` has found."""
+    _keep(dict.fromkeys((_digest(key), _digest((SETTLED, *key))), name))
 
 
 def _keep(choices: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ from tests.engines.embedded.test_lowerings import (
 __all__ = ["all_kernels", "later_process"]
 
 KEY = ("a program",)
+SETTLED = (timing.SETTLED, *KEY)
 
 
 class Kernels:
@@ -122,7 +123,7 @@ def test_kernels_that_fail_are_left_alone(later_process):
     kernels = Kernels("graph", {"graph": 0.1, "kernels": fails})
     assert kernels.run(30)[0] == [0.0] * 30
     assert kernels.ran.count("kernels") == 1
-    assert timing.is_settled(KEY)
+    assert timing.recall(SETTLED) == "graph"
 
 
 def test_a_later_process_begins_with_what_was_settled(later_process, monkeypatch):
@@ -130,11 +131,11 @@ def test_a_later_process_begins_with_what_was_settled(later_process, monkeypatch
     ways = dict.fromkeys(["graph", "kernels"], int)
     assert timing.fastest(KEY, lambda: ways) == "kernels"
     later_process()
-    assert not timing.is_settled(KEY)
+    assert timing.recall(SETTLED) is None
     Kernels("kernels", {"graph": 0.1, "kernels": 0.2}).run(40)
     for forget in (lambda: None, later_process):
         forget()
-        assert timing.is_settled(KEY)
+        assert timing.recall(SETTLED) == "graph"
         assert timing.fastest(KEY, lambda: pytest.fail("is measured")) == "graph"
 
 

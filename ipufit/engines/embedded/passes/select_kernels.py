@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import statistics
@@ -22,7 +23,7 @@ from ipufit.engines.embedded.passes.simplify import (
     simplify,
     value_of,
 )
-from ipufit.engines.embedded.timing import fastest, is_settled, settle
+from ipufit.engines.embedded.timing import SETTLED, fastest, recall, settle
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
 from ipufit.utils import tree
@@ -49,31 +50,23 @@ _FEWEST_RUNS, _MOST_RUNS = 3, 7
 _WORTH, _WORTH_OF_PARTS = 0.95, 1.0
 
 
+@dataclasses.dataclass(eq=False)
 class Lowered:
     """A traced graph with the kernels that it runs with.
 
-    Args:
+    Attributes:
         run: takes and returns what the recorded graph does.
         way: "graph", "kernels", or the name of a backend of torch.compile.
         why: a sentence for ``explain``.
         meeting: where its gradients may go to other processes; None where they don't.
-
-    Attributes:
         trial: to be called instead of ``run`` until the kernels are settled; None where they are.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., List[Tensor]],
-        way: str,
-        why: str,
-        meeting: Optional[CollectiveHooks] = None,
-    ) -> None:
-        self.run = run
-        self.way = way
-        self.why = why
-        self.meeting = meeting
-        self.trial: Optional[KernelTrial] = None
+    run: Callable[..., List[Tensor]]
+    way: str
+    why: str
+    meeting: Optional[CollectiveHooks] = None
+    trial: Optional[KernelTrial] = None
 
     @property
     def graph(self) -> Optional[fx.GraphModule]:
@@ -240,7 +233,7 @@ def lower(
         # What both took to run lies in pieces among what has come to stay.
         give_back_freed_memory()
     lowered, other = (chosen, plain) if faster == KERNELS else (plain(), lambda: chosen)
-    if may_change and not is_settled(key):
+    if may_change and recall((SETTLED, *key)) is None:
         worth = _WORTH_OF_PARTS if measured else _WORTH
         lowered.trial = KernelTrial(lowered, other, copies, key, worth)
     return lowered
