@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import threading
 from types import FrameType
 from typing import ContextManager, Dict, Iterator, List, Optional, Sequence
 
@@ -29,6 +28,7 @@ from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.processes import Processes, common
 from ipufit.utils.codec import encode
 from ipufit.utils.console import say, warn_user
+from ipufit.utils.interrupts import replaced_handler
 
 
 class PreemptionHandler:
@@ -49,24 +49,9 @@ class PreemptionHandler:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Within the block a signal is noted."""
-        before: Dict[signal.Signals, object] = {}
-        if threading.current_thread() is threading.main_thread():
-            usual = {
-                signal.SIGINT: signal.default_int_handler,
-                signal.SIGTERM: signal.SIG_DFL,
-            }
-            before = {
-                number: handler
-                for number, handler in usual.items()
-                if signal.getsignal(number) is handler or signal.getsignal(number) == handler
-            }
-        for number in before:
-            signal.signal(number, self._record)
-        try:
+        ctrl_c = replaced_handler(signal.SIGINT, signal.default_int_handler, self._record)
+        with ctrl_c, replaced_handler(signal.SIGTERM, signal.SIG_DFL, self._record):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _record(self, number: int, frame: Optional[FrameType]) -> None:
         if self.signal is not None:

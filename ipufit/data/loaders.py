@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import itertools
-import multiprocessing
 import multiprocessing.resource_tracker
 import time
 from typing import Any, Iterable, Iterator, List, Optional, Tuple

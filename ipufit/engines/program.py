@@ -31,6 +31,7 @@ from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import ALONE, Processes
 from ipufit.tracing.comparison import Comparison, Tolerance
 from ipufit.tracing.validate import public_name
+from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 T = TypeVar("T")
@@ -227,6 +228,7 @@ class Recordings:
         self.eager: set[Form] = set()
         self._latest: Form = (None, ())
 
+    @defer_signals(interrupts=False, handlers=True)
     def add(self, form: Form, engine: Engine, record: Callable[[], T]) -> T:
         """Record a form of micro-batch, which may be there already.
 

@@ -230,8 +230,8 @@ class Programs:
         prepared = functools.partial(
             session.fallback.prepared, mode, session.module, may_help, prepare
         )
-        # A worker process that ends meanwhile is no fault of what is recorded.
-        with defer_signals(interrupts=False):
+        # What a signal raises meanwhile, such as the end of a worker, is no fault of the module.
+        with defer_signals(interrupts=False, handlers=True):
             try:
                 return prepared()
             except UncountedError as error:

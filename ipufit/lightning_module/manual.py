@@ -317,9 +317,8 @@ class _ManualTurn(TurnLoss):
     def split(self, result: object) -> Tuple[object, LossTerm]:
         """Take the losses of the turn from a run."""
         assert isinstance(result, ManualRun)
-        losses = []
-        for place in self.steps or range(len(result.steps)):
-            losses.append(torch.stack([e.loss.reshape(()) for e in result.steps[place][1]]).sum())
+        steps = [result.steps[place][1] for place in self.steps or range(len(result.steps))]
+        losses = [torch.stack([each.loss.reshape(()) for each in step]).sum() for step in steps]
         separate = tuple(losses) if len(losses) > 1 else ()
         return None, LossTerm(torch.stack(losses).sum(), None, {}, separate)
 

@@ -14,8 +14,7 @@ from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 import torch.multiprocessing
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils import data
 
 from ipufit.poptorch import _data_worker
 from ipufit.poptorch._logging import error, logger
@@ -434,10 +433,10 @@ def _check_loader(dataset: object, rebatched_size: Optional[int]) -> None:
 
 def _rows_of(dataset: Any) -> int:
     """Return the number of samples in an epoch."""
-    if not isinstance(dataset, TorchDataLoader):
+    if not isinstance(dataset, data.DataLoader):
         return len(dataset) * int(getattr(dataset, "batch_size", None) or 1)
     if dataset.batch_size is None:
         return len(dataset.dataset)  # type: ignore[arg-type]
-    is_stream = isinstance(dataset.dataset, IterableDataset)
+    is_stream = isinstance(dataset.dataset, data.IterableDataset)
     rows = len(dataset.dataset if is_stream else dataset.sampler)  # type: ignore[arg-type]
     return rows // dataset.batch_size * dataset.batch_size if dataset.drop_last else rows

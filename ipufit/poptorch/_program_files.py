@@ -10,7 +10,6 @@ import os
 import zipfile
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, fx

@@ -32,7 +32,7 @@ from ipufit.training.fit_data import FitRequest
 from ipufit.training.model import Model
 from ipufit.utils import tree
 from ipufit.utils.console import resolve_verbose, say, warn_user
-from ipufit.utils.interrupts import summarized_interrupt
+from ipufit.utils.interrupts import is_of_handler, summarized_interrupt
 from ipufit.utils.random_streams import Seeds, draw_seed
 
 # Updates of an execution where nobody says, and elements of their samples: results are the same
@@ -350,7 +350,7 @@ def _fit_as_one(results: Sequence[FitResult], options: Setting, shows: bool) -> 
     try:
         fit.fit(stacked.model, session, FitRequest(data, **options))
     except Exception as error:
-        if session.updates:
+        if session.updates or is_of_handler(error):
             raise
         cause: Optional[BaseException] = error
         while cause is not None:

@@ -19,6 +19,7 @@ from ipufit.partition.partition import is_called
 from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
+from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
 
@@ -86,6 +87,7 @@ def _walk(
             yield from _walk(child, full, depth + 1, owners, names, parts)
 
 
+@defer_signals(interrupts=False, handlers=True)
 def output_shapes(
     module: nn.Module, batch: MicroBatch
 ) -> Tuple[Dict[nn.Module, List[str]], Set[str], Optional[str]]:
@@ -164,7 +166,7 @@ def _call_without_values(module: nn.Module, batch: MicroBatch, used: Set[str]) -
     reads = _ParameterReads({id(tensor): name for name, tensor in state.items()}, used)
     # With gradients: torch's fused kernels for inference would skip layers.
     gradients = torch.enable_grad()
-    with isolated(device), eval_mode(module), attributes, mode, watch_operators(reads), gradients:
+    with eval_mode(module), isolated(device), attributes, mode, watch_operators(reads), gradients:
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch.leaves]
         args, kwargs, _, _ = dataclasses.replace(batch, leaves=tuple(leaves)).unpack()
         return call_with(module, state, args, kwargs)

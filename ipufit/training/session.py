@@ -265,8 +265,8 @@ class Session:
     ) -> None:
         """Start with whole numbers in the first dtype that module and loss run with."""
         explained = self.explainer(job.mode, job.source.role).explained([first])
-        # A worker process that ends meanwhile is no fault of what is recorded.
-        with pipeline.watched(), defer_signals(interrupts=False), explained:
+        # What a signal raises meanwhile, such as the end of a worker, is no fault of the module.
+        with pipeline.watched(), defer_signals(interrupts=False, handlers=True), explained:
             batch: Optional[MicroBatch] = first
             failure: Optional[Exception] = None
             while batch is not None:

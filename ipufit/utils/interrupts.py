@@ -13,12 +13,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from contextvars import ContextVar
-from types import FrameType, FunctionType, TracebackType
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Type
+from types import FrameType, FunctionType, MethodType, TracebackType
+from typing import Callable, Dict, Iterator, List, Optional, Type, Union
 
 from ipufit.errors import ConfigurationError
 
+_Handler = Callable[[int, Optional[FrameType]], object]
 _START = multiprocessing.process.BaseProcess.start.__code__
 _LOADER = "torch.utils.data.dataloader"
 _HANDLERS_OF_TORCH = "torch.utils.data._utils.signal_handling"
@@ -52,49 +54,65 @@ class ForkGuard:
 
 
 @contextlib.contextmanager
-def defer_signals(interrupts: bool = True) -> Iterator[None]:
+def defer_signals(interrupts: bool = True, handlers: bool = False) -> Iterator[None]:
     """Hold back what signals raise in the main thread until the block ends.
 
-    SIGINT raises then, even if the block ends by an error; a second one interrupts at once. The end
-    of a worker process of a DataLoader, which torch raises from SIGCHLD wherever the main thread is
-    just then, is raised after a block that ends without an error.
+    SIGINT raises then, even if the block ends by an error; when it comes a second time, it
+    interrupts at once. The end of a worker process of a DataLoader, which torch raises from SIGCHLD
+    wherever the main thread is just then, is raised after a block that ends without an error.
 
-    Does nothing outside the main thread, where Python delivers no signal, and where the user has
-    handlers of their own.
+    Does nothing outside the main thread, where Python delivers no signal.
 
     Args:
-        interrupts: whether SIGINT is held back, too.
+        interrupts: whether SIGINT is held back, unless the user has a handler for it.
+        handlers: whether handlers of the user's wait like SIGINT, since what they raise would look
+            like a failure of the block.
     """
     pending: List[int] = []
+    replaced: Dict[int, _Handler] = {}
 
     def hold(number: int, frame: Optional[FrameType]) -> None:
-        if number == signal.SIGINT and number in pending:
-            raise KeyboardInterrupt
-        pending.append(number)
+        if number in pending and replaced[number] is not of_workers:
+            replaced[number](number, frame)
+        else:
+            pending.append(number)
 
-    is_main = _is_main()
-    has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    holds_sigint = interrupts and is_main and has_default
-    of_workers = signal.getsignal(_SIGCHLD)
-    is_function = isinstance(of_workers, FunctionType)
-    holds_workers = is_main and is_function and of_workers.__module__ == _HANDLERS_OF_TORCH
-    if holds_sigint:
-        signal.signal(signal.SIGINT, hold)
+    of_workers: object = signal.getsignal(_SIGCHLD)
+    if not isinstance(of_workers, FunctionType) or of_workers.__module__ != _HANDLERS_OF_TORCH:
+        of_workers = None
     try:
-        if holds_workers:
-            signal.signal(_SIGCHLD, hold)
-        yield
+        with contextlib.ExitStack() as originals:
+            every = signal.valid_signals() if handlers else {signal.SIGINT, _SIGCHLD}
+            for number in every if _is_main() else ():
+                handler = signal.getsignal(number)
+                is_default = handler is signal.default_int_handler
+                waits = interrupts if is_default else handlers or handler is of_workers
+                if callable(handler) and waits:
+                    originals.callback(signal.signal, number, handler)
+                    replaced[number] = handler
+                    signal.signal(number, hold)
+            yield
     finally:
-        try:
-            if holds_workers:
-                signal.signal(_SIGCHLD, of_workers)
-        finally:
-            if holds_sigint:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-        if signal.SIGINT in pending:
-            raise KeyboardInterrupt
-    if pending and callable(of_workers):
+        if pending:
+            _let_come([number for number in pending if replaced[number] is not of_workers])
+    if _SIGCHLD in pending and callable(of_workers):
         of_workers(_SIGCHLD, None)
+
+
+def _let_come(pending: List[int]) -> None:
+    if pending:
+        try:
+            signal.raise_signal(pending.pop(0))
+        finally:
+            _let_come(pending)
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Say whether an exception was raised by a signal's handler."""
+    handlers: List[object] = [*map(signal.getsignal, signal.valid_signals())]
+    handlers += [type(handler).__call__ for handler in handlers if callable(handler)]
+    codes = [each.__code__ for each in handlers if isinstance(each, (FunctionType, MethodType))]
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager
@@ -140,24 +158,27 @@ class _ExceptHook:
             print(*render(), sep="\n", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def exit_at_sigterm() -> Iterator[None]:
+def exit_at_sigterm() -> contextlib.AbstractContextManager[None]:
     """Make SIGTERM end the program by SystemExit within the block, so that files are written.
 
     Does nothing outside the main thread, nor where the user has a handler of their own.
     """
+    return replaced_handler(signal.SIGTERM, signal.SIG_DFL, lambda n, _: sys.exit(128 + n))
 
-    def end(number: int, frame: Optional[FrameType]) -> None:
-        raise SystemExit(128 + number)
 
-    if not _is_main() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+@contextlib.contextmanager
+def replaced_handler(
+    number: int, usual: Union[signal.Handlers, _Handler], handler: _Handler
+) -> Iterator[None]:
+    """Give a signal another handler within the block, if it has the usual one.
+
+    Does nothing outside the main thread, where Python delivers no signal.
+    """
+    with contextlib.ExitStack() as stack:
+        if _is_main() and signal.getsignal(number) == usual:
+            signal.signal(number, handler)
+            stack.callback(signal.signal, number, usual)
         yield
-        return
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def is_interrupted(error: Optional[BaseException]) -> bool:
@@ -182,69 +203,44 @@ def starting_processes(silent: bool = False) -> Iterator[None]:
     Args:
         silent: SIGINT does not reach this thread at all before the end of the block.
     """
+    pending: List[int] = []
+    replaced: Dict[int, _Handler] = {}
+
+    def hold(number: int, frame: Optional[FrameType]) -> None:
+        if _is_starting(frame, again=number in pending):
+            pending.append(number)
+        else:
+            # torch calls the handler that it finds for SIGCHLD from its own, for ever.
+            replaced[number](number, frame)
+
+    def put_back() -> None:
+        # SIGINT last: where it raises at once, nothing is left to be done.
+        for number in sorted(replaced, key=lambda number: number == signal.SIGINT):
+            if signal.getsignal(number) is hold:
+                signal.signal(number, replaced[number])
+
+    def begin_fork() -> None:
+        # A forked process has nothing to do with Ctrl-C, which its parent handles. SIG_IGN would be
+        # inherited by programs that it runs.
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+        put_back()
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     with contextlib.ExitStack() as stack:
         mask = None
         if (silent or not _is_main()) and hasattr(signal, "pthread_sigmask"):
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-        signals = _HeldSignals()
-        stack.callback(signals.release)
-        stack.callback(_IN_FORK.reset, _IN_FORK.set(lambda: signals.leave_to(mask)))
-        if _is_main():
-            signals.hold()
-        yield
-
-
-class _HeldSignals:
-    """Handlers in the place of those that Python would call, which may raise anywhere."""
-
-    def __init__(self) -> None:
-        self._handlers: Dict[int, Callable[..., object]] = {}
-        self._pending: List[int] = []
-
-    def hold(self) -> None:
-        """Take the place of all handlers written in Python."""
-        for number in signal.valid_signals():
+        stack.callback(_let_come, pending)
+        stack.callback(put_back)
+        stack.callback(_IN_FORK.reset, _IN_FORK.set(begin_fork))
+        for number in signal.valid_signals() if _is_main() else ():
             handler = signal.getsignal(number)
             if callable(handler):
-                self._handlers[number] = handler
-                signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: Optional[FrameType]) -> None:
-        if _is_starting(frame, again=number in self._pending):
-            self._pending.append(number)
-        else:
-            # torch calls the handler that it finds for SIGCHLD from its own, for ever.
-            self._handlers[number](number, frame)
-
-    def release(self) -> None:
-        """Put the handlers back, and let the signals come that came meanwhile."""
-        self._put_back()
-        self._let_come()
-
-    def _let_come(self) -> None:
-        if self._pending:
-            try:
-                signal.raise_signal(self._pending.pop(0))
-            finally:
-                self._let_come()
-
-    def _put_back(self) -> None:
-        # SIGINT last: where it raises at once, nothing is left to be done.
-        for number in sorted(self._handlers, key=lambda number: number == signal.SIGINT):
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, self._handlers[number])
-
-    def leave_to(self, mask: Optional[Iterable[int]]) -> None:
-        """In a process that was forked: have nothing to do with Ctrl-C, which its parent handles.
-
-        Args:
-            mask: of the signals that it blocks; None for those that it blocks already.
-        """
-        signal.signal(signal.SIGINT, _ignore)
-        self._put_back()
-        if mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                replaced[number] = handler
+                signal.signal(number, hold)
+        yield
 
 
 def _is_starting(frame: Optional[FrameType], again: bool) -> bool:
@@ -257,10 +253,6 @@ def _is_starting(frame: Optional[FrameType], again: bool) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _ignore(number: int, frame: Optional[FrameType]) -> None:
-    """No SIG_IGN, which programs that this process runs would inherit."""
 
 
 def _is_main() -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import ClassVar, List
 
 import pytest
 import torch
@@ -20,7 +21,11 @@ from ipufit.data import loaders
 from ipufit.data.loaders import end_workers
 from ipufit.data.pipeline import fetch_ahead
 from ipufit.errors import DataError
-from ipufit.utils.interrupts import defer_signals, is_interrupted, starting_processes
+from ipufit.utils.interrupts import (
+    defer_signals,
+    is_interrupted,
+    starting_processes,
+)
 
 pytestmark = [
     pytest.mark.both_engines,
@@ -367,6 +372,95 @@ def test_the_end_of_a_worker_waits_for_the_end_of_a_block_and_for_its_own_error(
 def test_ctrl_c_need_not_wait_where_only_workers_do(end_of_a_worker):
     with pytest.raises(KeyboardInterrupt), defer_signals(interrupts=False):
         signal.raise_signal(signal.SIGINT)
+
+
+class OutOfTimeError(Exception):
+    """Raised by a handler of the user's."""
+
+
+class Watchdog:
+    """A handler, which is also one as a method."""
+
+    def __call__(self, number, frame):
+        raise OutOfTimeError(number)
+
+    def bark(self, number, frame):
+        self(number, frame)
+
+
+@pytest.fixture(params=["function", "object", "method"])
+def watchdog(request):
+    """A handler for SIGTERM that raises, in all forms."""
+    dog = Watchdog()
+    forms = {
+        "function": lambda number, frame: dog(number, frame),
+        "object": dog,
+        "method": dog.bark,
+    }
+    handler = forms[request.param]
+    before = signal.signal(signal.SIGTERM, handler)
+    yield
+    assert signal.getsignal(signal.SIGTERM) == handler
+    signal.signal(signal.SIGTERM, before)
+
+
+class Struck(nn.Linear):
+    """A signal comes while it runs for so many samples, for the first time in a test."""
+
+    times: ClassVar[List[int]] = []
+
+    def __init__(self, samples=4):
+        super().__init__(8, 3)
+        self.samples = samples
+
+    def forward(self, inputs):
+        if len(inputs) == self.samples and not self.times:
+            self.times.append(self.samples)
+            signal.raise_signal(signal.SIGTERM)
+        return super().forward(inputs)
+
+
+def model_of(module, lr=0.1):
+    model = ipufit.Model(module)
+    model.compile(lambda params: torch.optim.SGD(params, lr=lr), "cross_entropy")
+    return model
+
+
+X, Y = torch.ones(6, 8), torch.zeros(6, dtype=torch.long)
+CALLS = {
+    "fit": lambda: model_of(Struck()).fit(X, Y, batch_size=4, verbose=0),
+    "a later shape": lambda: model_of(Struck(2)).fit(X, Y, batch_size=4, verbose=0),
+    "predict": lambda: model_of(Struck()).predict(X, batch_size=4, verbose=0),
+    "summary": lambda: model_of(Struck()).summary(X[:4]),
+    "fit_many": lambda: ipufit.fit_many(
+        lambda lr: model_of(Struck(), lr), {"lr": [0.1, 0.2]}, X, Y, batch_size=4, verbose=0
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_handler_of_the_users_raises_is_no_fault_of_the_module(call, watchdog):
+    """It was lost: the module was said to be one that can't be recorded, and training went on."""
+    Struck.times.clear()
+    with pytest.raises(OutOfTimeError):
+        CALLS[call]()
+
+
+def test_a_handler_of_the_users_waits_for_the_end_of_a_block_but_not_twice(came):
+    """It may be what ends a block that hangs; Ctrl-C without a handler does not wait."""
+
+    def run():
+        with defer_signals(interrupts=False, handlers=True):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGUSR1)
+            assert came == []
+            signal.raise_signal(signal.SIGTERM)
+            assert came == [signal.SIGTERM]
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert came == [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("interrupt", [False, True])

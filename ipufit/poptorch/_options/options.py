@@ -13,10 +13,7 @@ import tqdm
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._options.execution import (
-    ExecutionOptions,
-    PipelinedExecution,
-)
+from ipufit.poptorch._options.execution import ExecutionOptions, PipelinedExecution
 from ipufit.poptorch._options.files import apply_file, apply_json
 from ipufit.poptorch._options.group import (
     OptionGroup,
