@@ -8,7 +8,6 @@ import os
 import zipfile
 from typing import Any, Dict, List, Mapping, Optional, Union
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -148,12 +147,13 @@ def _write(tensors: Dict[str, Tensor], target: str, metadata: Dict[str, str]) ->
     try:
         with replace_file(target) as part:
             write_tensors(part, tensors, metadata)
-    except (KeyError, ValueError, safetensors.SafetensorError) as error:
-        dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+    except OSError as error:
         raise ConfigurationError(
-            f"the installed safetensors can't store these weights ({', '.join(dtypes)}): "
-            f"{error}. Convert them with module.to(dtype)."
+            f"weights must be written completely, but {target!r} can't be written: "
+            f"{error.strerror or error}. Free some space or choose another path."
         ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"{error}. Convert them with module.to(dtype).") from error
     sync_folder(os.path.dirname(target) or ".")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import threading
 from typing import Dict, Iterator, Mapping
@@ -55,14 +56,23 @@ def write_tensors(path: str, tensors: Mapping[str, Tensor], metadata: Dict[str, 
 
     Raises:
         OSError: the disk refuses.
-        KeyError, ValueError, safetensors.SafetensorError: the installed safetensors does.
+        ValueError: the installed safetensors does.
     """
     # Imported here: files of texts do without.
     import safetensors.torch
 
     with open(path, "xb") as file:
         rights = os.fstat(file.fileno()).st_mode
-    safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
+    try:
+        safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:
+        number = re.search(r"(?:os error|code:) (\d+)", str(error))
+        if number is not None:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
+        dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
+        raise ValueError(
+            f"the installed safetensors can't store these tensors ({dtypes}): {error}"
+        ) from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     # Some versions of safetensors make a file that only its owner can read.

@@ -208,8 +208,8 @@ def test_numbers_that_are_not_finite_are_refused(store):
         ),
         pytest.param(
             {"w": {"a": torch.ones(1), "b": torch.empty(1, dtype=BITS)}},
-            "the installed safetensors can't store all of these: torch.bits8, torch.float32. "
-            "Convert tensors to another dtype.",
+            "the installed safetensors can't store these tensors (torch.bits8, torch.float32): "
+            "torch.bits8. Convert tensors to another dtype.",
             marks=pytest.mark.skipif(BITS is torch.uint8, reason="this torch has no such dtype"),
         ),
         (

@@ -95,7 +95,7 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
         raise OSError("full")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(ConfigurationError, match=r"can't be written: full\. Free some space"):
         save_weights(nn.Linear(2, 2), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["w.safetensors"]
@@ -158,10 +158,36 @@ def test_a_dtype_that_safetensors_lacks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors.torch, "save_file", fail)
     refused(
         lambda: save_weights(nn.Linear(1, 1), tmp_path / "w.safetensors"),
-        "the installed safetensors can't store these weights (torch.float32): 'torch.quint8'. "
+        "the installed safetensors can't store these tensors (torch.float32): 'torch.quint8'. "
         "Convert them with module.to(dtype).",
     )
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Error while serializing: I/O error: No space left on device (os error 28)",
+        'Error while serializing: IoError(Os { code: 28, kind: StorageFull, message: "No sp" })',
+    ],
+)
+def test_a_full_disk_is_no_fault_of_a_dtype(text, tmp_path, monkeypatch):
+    """The advice was to convert the module, and training ended by that."""
+
+    def fail(*args, **kwargs):
+        raise safetensors.SafetensorError(text)
+
+    path = tmp_path / "w.safetensors"
+    save_weights(nn.Linear(1, 1), path)
+    before = path.read_bytes()
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    refused(
+        lambda: save_weights(nn.Linear(2, 1), path),
+        f"weights must be written completely, but {str(path)!r} can't be written: No space left on "
+        "device. Free some space or choose another path.",
+    )
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert path.read_bytes() == before
 
 
 def test_all_differences_are_listed_and_nothing_is_loaded(tmp_path):
