@@ -99,13 +99,14 @@ def _check_fits(
     job, document, where = fit.job, checkpoint.document, "the checkpoint"
     weights, others = split(session.module, state)
     faults = differences(weights, checkpoint.weights, where, widens=False)
-    if "loss" not in allowed:
-        faults += differences(others, checkpoint.tree["others"], where, widens=False)
     pairs: List[Tuple[str, object, object]] = [
         ("optimizer", document["optimizer"], name_of_optimizer(session.optimizer)),
         ("samples of an update", document["update_size"], job.plan.update_size),
         ("batch_size", document["micro_batch_size"], job.plan.micro_batch_size),
     ]
+    is_other_run = bool(faults) or any(before != now for _, before, now in pairs)
+    if "loss" not in allowed:
+        faults += differences(others, checkpoint.tree["others"], where, widens=False)
     if "data" not in allowed:
         pairs.append(("samples of the training data", document["samples"], job.plan.samples))
     faults += [
@@ -133,9 +134,10 @@ def _check_fits(
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
-        changeable = {change.name for change in refused} & changeable_names(session.groups)
-        meant = f"resume_changes={{{', '.join(map(repr, sorted(changeable)))}}}"
-        advice = f" To continue with other settings from here, pass {meant}." if changeable else ""
+        changed = {change.name for change in refused}
+        meant = f"resume_changes={{{', '.join(map(repr, sorted(changed)))}}}"
+        can_go_on = changed and changed <= changeable_names(session.groups) and not is_other_run
+        advice = f" To continue with other settings from here, pass {meant}." if can_go_on else ""
         raise CheckpointError(
             f"the checkpoint {checkpoint.name!r} must match the run that continues, but they "
             f"differ:\n{lines}\nPass the same model, data and arguments, or another folder to "

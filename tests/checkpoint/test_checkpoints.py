@@ -505,9 +505,7 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path):
         "the checkpoint, 'Other' now\n  module extra_repr of 'layers.2': 'in_features=16, "
         "out_features=5, bias=True' in the checkpoint, 'in_features=16, out_features=5, "
         "bias=False' now\n  module of 'more': nothing in the checkpoint, 'Linear' now\nPass the "
-        "same model, data and arguments, or another folder to start a new run. To continue with "
-        "other settings from here, pass "
-        "resume_changes={'callbacks', 'data', 'module', 'shuffle'}."
+        "same model, data and arguments, or another folder to start a new run."
     )
 
 

@@ -25,10 +25,10 @@ OTHER_X = X + 1
 class Net(nn.Module):
     """Two layers, whose activation is a module and whose scale is a number."""
 
-    def __init__(self, activation=nn.Tanh, dropout=0.0, scale=1.0):
+    def __init__(self, activation=nn.Tanh, dropout=0.0, scale=1.0, width=8):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(12, 8), activation(), nn.Dropout(dropout))
-        self.head = nn.Linear(8, 5)
+        self.layers = nn.Sequential(nn.Linear(12, width), activation(), nn.Dropout(dropout))
+        self.head = nn.Linear(width, 5)
         self.scale = scale
 
     def forward(self, x):
@@ -234,6 +234,20 @@ def test_all_that_differs_is_in_one_error(tmp_path):
     assert text.endswith(
         "pass resume_changes={'activation', 'callbacks', 'data', 'dropout', 'loss', 'lr', "
         "'metrics', 'module', 'momentum'}."
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"net": lambda: Net(width=9)}, {"optimizer": torch.optim.Adam, "class_weight": {1: 3.0}}],
+    ids=["shapes", "optimizer"],
+)
+def test_no_names_are_advised_where_the_run_could_not_go_on(change, tmp_path):
+    """The next refusal would come in spite of following the advice."""
+    run(tmp_path / "run", 1)
+    text = message(run, tmp_path / "run", 2, made(change), kind=CheckpointError)
+    assert text.endswith(
+        "Pass the same model, data and arguments, or another folder to start a new run."
     )
 
 
