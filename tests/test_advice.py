@@ -810,6 +810,16 @@ ADVICE.update(
             "ipufit.data.LengthBuckets(...) over the dataset.",
             lambda: texts(DataLoader(TEXTS, batch_sampler=bucketed(), collate_fn=bucketed().pad)),
         ),
+        "samples of several sizes in a worker": (
+            lambda: texts(DataLoader(TEXTS[4:], 4, num_workers=1)),
+            "Pass a collate_fn that pads the samples of a batch to one size, such as the pad of an "
+            "ipufit.data.LengthBuckets(...) over the dataset.",
+            lambda: texts(
+                DataLoader(
+                    TEXTS, batch_sampler=bucketed(), collate_fn=bucketed().pad, num_workers=1
+                )
+            ),
+        ),
         "no length": (
             lambda: bucketed([1.0, 2.0] * 6),
             "Pass lengths=, a list of integers or a function of a sample.",

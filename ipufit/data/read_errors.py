@@ -121,8 +121,9 @@ def _describe(error: Exception, dataset: object, replay: Callable[[], object]) -
     """Describe the failure of code of the user's that torch has called in this process."""
     fetch = next((f for f in frames_of(error) if f.f_code in _FETCHES), None)
     if fetch is not None and _has_been_read(fetch.f_locals):
-        # As torch's default_collate says it.
-        return "collate_fn failed", _PADS if "equal size" in str(error) else _PLAIN[1]
+        # As torch's default_collate says it, in this process and in a worker.
+        are_unequal = any(text in str(error) for text in ("equal size", "not resizable"))
+        return "collate_fn failed", _PADS if are_unequal else _PLAIN[1]
     index = _index(error, fetch, replay)
     if index is None:
         return _PLAIN
