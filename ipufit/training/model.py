@@ -42,6 +42,7 @@ from ipufit.training.inspection import InspectionMixin
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.names import hinting, with_hints
+from ipufit.utils.random_streams import LOCK
 
 if TYPE_CHECKING:
     from ipufit.analysis.tuner import BatchSize, LearningRates
@@ -801,10 +802,11 @@ class Model(InspectionMixin):
         self._session, self._predictor = successor, None
 
     def _compiled(self, name: str) -> Session:
-        if self._session is not None or not name.startswith("predict"):
+        if not name.startswith("predict"):
             return super()._compiled(name)
         # Outputs need neither optimizer nor loss, which only compile can tell.
-        return self._predictor or self._compile_to_infer("mse", None)
+        with LOCK:
+            return self._session or self._predictor or self._compile_to_infer("mse", None)
 
     def _prediction(
         self, arguments: Mapping[str, Any]

@@ -10,8 +10,10 @@ import itertools
 import operator
 import random
 import sys
+import threading
 import types
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
@@ -21,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ipufit.errors import ConfigurationError
 from ipufit.utils.devices import accelerator_states, set_accelerator_states
 from ipufit.utils.interrupts import defer_signals
 
@@ -494,29 +497,49 @@ def _is_same(container: Any, content: Any) -> bool:
     return all(map(operator.is_, container, content))
 
 
-def _as_found(modules: Sequence[Optional[nn.Module]]) -> contextlib.AbstractContextManager[None]:
-    parts = [part for module in modules if module is not None for part in module.modules()]
-    return replaced(*((part, "training", part.training) for part in parts))
+class _Turn(threading.Condition):
+    """The turn of a thread to have a module in a mode."""
+
+    trains = False
 
 
-@contextlib.contextmanager
-def train_mode(*modules: Optional[nn.Module]) -> Iterator[None]:
+# In seconds, where the other thread does not train.
+_PATIENCE = 600.0
+_TURNS: weakref.WeakKeyDictionary[nn.Module, _Turn] = weakref.WeakKeyDictionary()
+
+
+def train_mode(*modules: Optional[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Train mode of module and loss; one already in it keeps the parts set to eval."""
-    with _as_found(modules):
-        for module in modules:
-            if module is not None and not module.training:
-                module.train()
-        yield
+    return _in_mode(True, modules)
+
+
+def eval_mode(*modules: Optional[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Eval mode of module and loss."""
+    return _in_mode(False, modules)
 
 
 @contextlib.contextmanager
-def eval_mode(*modules: Optional[nn.Module]) -> Iterator[None]:
-    """Eval mode of module and loss."""
-    with _as_found(modules):
-        for module in modules:
-            if module is not None:
-                module.eval()
-        yield
+def _in_mode(trains: bool, modules: Sequence[Optional[nn.Module]]) -> Iterator[None]:
+    """Wait until no other thread has the first module in a mode, and leave all as they are."""
+    roots = [module for module in modules if module is not None]
+    turn = _TURNS.setdefault(roots[0], _Turn())
+    # The other thread may wait for something of this one.
+    if not turn.acquire(timeout=1.0) and (turn.trains or not turn.acquire(timeout=_PATIENCE)):
+        raise ConfigurationError(
+            "one thread at a time can run a module, but another one is running this "
+            f"{type(roots[0]).__name__}. Wait for it, or use ipufit.Model(copy.deepcopy(module))."
+        )
+    modes = ((part, "training", part.training) for root in roots for part in root.modules())
+    try:
+        with replaced((turn, "trains", trains or turn.trains), *modes):
+            for root in roots:
+                if not trains:
+                    root.eval()
+                elif not root.training:
+                    root.train()
+            yield
+    finally:
+        turn.release()
 
 
 def call_with(

@@ -59,6 +59,74 @@ def test_two_fits_in_two_threads_have_the_bits_of_two_in_turn(tmp_path):
         assert_same(made[number], wanted)
 
 
+class StartsAnother(Callback):
+    """Calls ``predict`` of the same model in another thread, as a server of predictions does."""
+
+    def __init__(self, model, x):
+        super().__init__()
+        self.predicting, self.x = model, x
+        self.came = []
+        self.thread = threading.Thread(target=self.predict)
+
+    def predict(self):
+        try:
+            self.came.append(self.predicting.predict(self.x, batch_size=2, verbose=0))
+        except ipufit.errors.ConfigurationError as error:
+            self.came.append(str(error))
+
+    def on_predict_begin(self, logs=None):
+        self.thread.start()
+        self.thread.join(0.2)
+        assert self.came == []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1:
+            self.thread.start()
+            self.thread.join()
+
+
+X = torch.linspace(-1, 1, 24).reshape(6, 4)
+Y = torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def normalized():
+    """A model that computes something else in train mode."""
+    torch.manual_seed(5)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    return ipufit.Model(layers)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_threads_take_turns_to_predict_with_a_model(is_compiled):
+    """Some results were tensors of a recording, or those of train mode, which it then stayed in."""
+    model = normalized()
+    if is_compiled:
+        model.compile("sgd", "cross_entropy")
+    other = StartsAnother(model, X)
+    outputs = model.predict(X, callbacks=other, batch_size=2, verbose=0)
+    other.thread.join()
+    assert model.module.training
+    expected = normalized().module.eval()(X)
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(other.came[0], expected)
+
+
+def test_a_prediction_in_another_thread_does_not_end_a_fit():
+    """It took the weights away from fit, which ended by an error of the user's module."""
+    trained = []
+    for number in range(2):
+        model = normalized()
+        model.compile("sgd", "cross_entropy")
+        other = StartsAnother(model, X)
+        model.fit(X, Y, batch_size=2, callbacks=[other] * number, seed=1, verbose=0)
+        trained.append(model.module.state_dict())
+    assert other.came == [
+        "one thread at a time can run a module, but another one is running this Sequential. Wait "
+        "for it, or use ipufit.Model(copy.deepcopy(module))."
+    ]
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
+
+
 class Forks(Callback):
     """Makes a copy of the process in the middle of training, which raises what comes of it."""
 
