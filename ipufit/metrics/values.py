@@ -377,7 +377,7 @@ def sum_of_samples(
         return float(rows.double().reshape(size, -1).mean(1).sum()), size
     raise MetricError(
         f"metric {name!r} must give a number, or a tensor of {size} values, one for each sample, "
-        f"got {shapes(value)}. Reduce all other dimensions, for example with .mean()."
+        f"got {shapes(value)}. Return a torch tensor, with all other dimensions reduced by .mean()."
     )
 
 

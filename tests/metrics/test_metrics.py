@@ -535,7 +535,7 @@ def test_a_callable_that_gives_something_else_is_refused(result, came):
     metrics = resolve_metrics({"mine": lambda p, t: result})
     assert message(metrics.probe, torch.rand(4, 2), torch.rand(4, 2), 4) == (
         "metric 'mine' must give a number, or a tensor of 4 values, one for each sample, got "
-        f"{came}. Reduce all other dimensions, for example with .mean()."
+        f"{came}. Return a torch tensor, with all other dimensions reduced by .mean()."
     )
 
 
