@@ -9,7 +9,7 @@ from ipufit.callbacks import CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.source import DataAdapter
-from ipufit.errors import DataError, IpufitError, brief_error
+from ipufit.errors import DataError, IpufitError, LossError, brief_error
 from ipufit.training.fit_data import updates_per_epoch
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Trainer
@@ -81,7 +81,8 @@ class ValidationRunner:
                 session.finish(job.program)
         except Exception as error:
             what = error.what if isinstance(error, DataError) else ""
-            if _form(example) == _form(trained_on) or (isinstance(error, IpufitError) and not what):
+            is_clear = isinstance(error, IpufitError) and not isinstance(error, LossError)
+            if _form(example) == _form(trained_on) or (is_clear and not what):
                 raise
             reason = brief_error(error)
             if what:

@@ -85,6 +85,23 @@ def test_validation_data_that_the_module_cannot_take_is_found_before_training(ma
     assert engine.built == engine.closed
 
 
+def test_validation_targets_that_the_loss_cannot_take_are_those_of_validation():
+    """The error was that of a training target, which is right."""
+    model = compiled(loss="mse")
+    told = Told()
+    with refused(
+        model,
+        DataError,
+        "the module must take the validation data like the training data, but it failed with "
+        "LossError: loss 'mse' needs prediction and target of one shape, got prediction (4, 3) and "
+        "target (4, 2). Make both shapes equal. It got (4, 4) torch.float32 and (4, 2) "
+        "torch.float32, in training (4, 4) torch.float32 and (4, 3) torch.float32. Use the same "
+        "form for both in the dataset or collate_fn.",
+    ):
+        fit(model, validation_data=[(X[:4], X[:4, :2])], callbacks=[told])
+    assert told.hooks == []
+
+
 @pytest.mark.long
 def test_validation_data_that_the_metrics_cannot_take_is_found_before_training():
     """Its targets may be of another kind than those of the training data."""
