@@ -16,6 +16,7 @@ import logging
 import math
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from ipufit.conformance.kit import CASES, Case, Kit, SkippedError
 from ipufit.conformance.scenario import Observed, Scenario, expected
 from ipufit.engines.choice import list_engines
 from ipufit.training.model import Model
-from ipufit.utils.interrupts import exit_at_sigterm
+from ipufit.utils.interrupts import replaced_handler
 
 assert _cases is not None  # its modules have filled CASES
 
@@ -382,7 +383,9 @@ def collect(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> i
         if not any(chosen(patterns, each) for each in implementations):
             refuse(f"--only {' '.join(patterns)} fits no case. Try 'training/*'.")
         evidence = Evidence(sys.stdout)
-        stack.enter_context(exit_at_sigterm())
+        # By SystemExit, so that files are written.
+        end = replaced_handler(signal.SIGTERM, signal.SIG_DFL, lambda n, _: sys.exit(128 + n))
+        stack.enter_context(end)
         try:
             evidence.run_cases(implementations, patterns)
             if "--kit" in files:

@@ -193,7 +193,8 @@ class Connection:
         try:
             self._arrive(heartbeats)
             if self._is_ours:
-                backend = "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"
+                has_nccl = torch.cuda.is_available() and distributed.is_nccl_available()
+                backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
                 store = _PrefixStore("group", self._store)
                 distributed.init_process_group(
                     backend, store=store, rank=self._me, world_size=self._count, timeout=limit
@@ -463,7 +464,3 @@ def _is_done(work: Work, is_on_host: bool) -> bool:
             return False  # it was the limit
         work.wait()
     return True
-
-
-def _has_nccl() -> bool:
-    return torch.cuda.is_available() and distributed.is_nccl_available()

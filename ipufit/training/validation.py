@@ -84,9 +84,7 @@ class ValidationRunner:
             is_clear = isinstance(error, IpufitError) and not isinstance(error, LossError)
             if _form(example) == _form(trained_on) or (is_clear and not what):
                 raise
-            reason = brief_error(error)
-            if what:
-                reason = what.partition(": ")[2]
+            reason = what.partition(": ")[2] or brief_error(error)
             raise DataError(
                 f"the module must take the {source.role} like the training data, but it failed "
                 f"with {reason}. It got {_shapes(example)}, in training {_shapes(trained_on)}. Use "

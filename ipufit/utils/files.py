@@ -70,9 +70,8 @@ def write_tensors(path: str, tensors: Mapping[str, Tensor], metadata: Dict[str, 
         if number is not None:
             raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
         dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        raise ValueError(
-            f"the installed safetensors can't store these tensors ({dtypes}): {error}"
-        ) from error
+        text = f"the installed safetensors can't store these tensors ({dtypes}): {error}"
+        raise ValueError(text) from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     # Some versions of safetensors make a file that only its owner can read.

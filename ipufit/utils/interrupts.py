@@ -108,9 +108,8 @@ def _let_come(pending: List[int]) -> None:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Say whether an exception was raised by a signal's handler."""
-    handlers: List[object] = [*map(signal.getsignal, signal.valid_signals())]
-    handlers += [type(handler).__call__ for handler in handlers if callable(handler)]
+    """Say whether an exception was raised by a signal's handler, a function or a method."""
+    handlers = map(signal.getsignal, signal.valid_signals())
     codes = [each.__code__ for each in handlers if isinstance(each, (FunctionType, MethodType))]
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -156,14 +155,6 @@ class _ExceptHook:
             self._before(kind, error, traceback)
         else:
             print(*render(), sep="\n", file=sys.stderr)
-
-
-def exit_at_sigterm() -> contextlib.AbstractContextManager[None]:
-    """Make SIGTERM end the program by SystemExit within the block, so that files are written.
-
-    Does nothing outside the main thread, nor where the user has a handler of their own.
-    """
-    return replaced_handler(signal.SIGTERM, signal.SIG_DFL, lambda n, _: sys.exit(128 + n))
 
 
 @contextlib.contextmanager

@@ -497,49 +497,48 @@ def _is_same(container: Any, content: Any) -> bool:
     return all(map(operator.is_, container, content))
 
 
-class _Turn(threading.Condition):
-    """The turn of a thread to have a module in a mode."""
-
-    trains = False
-
-
-# In seconds, where the other thread does not train.
-_PATIENCE = 600.0
-_TURNS: weakref.WeakKeyDictionary[nn.Module, _Turn] = weakref.WeakKeyDictionary()
-
-
-def train_mode(*modules: Optional[nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """Train mode of module and loss; one already in it keeps the parts set to eval."""
-    return _in_mode(True, modules)
-
-
-def eval_mode(*modules: Optional[nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """Eval mode of module and loss."""
-    return _in_mode(False, modules)
+# Modules that threads run, that this thread runs, and that are trained: each has one mode at a
+# time, and a recording puts other weights in the place of its own.
+_RUNNING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_MINE = threading.local()
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_CHANGE = threading.Condition()
 
 
 @contextlib.contextmanager
-def _in_mode(trains: bool, modules: Sequence[Optional[nn.Module]]) -> Iterator[None]:
-    """Wait until no other thread has the first module in a mode, and leave all as they are."""
+def _in_mode(trains: bool, *modules: Optional[nn.Module]) -> Iterator[None]:
+    """Wait until no other thread runs a part of the modules, and leave their modes as they are."""
     roots = [module for module in modules if module is not None]
-    turn = _TURNS.setdefault(roots[0], _Turn())
-    # The other thread may wait for something of this one.
-    if not turn.acquire(timeout=1.0) and (turn.trains or not turn.acquire(timeout=_PATIENCE)):
-        raise ConfigurationError(
-            "one thread at a time can run a module, but another one is running this "
-            f"{type(roots[0]).__name__}. Wait for it, or use ipufit.Model(copy.deepcopy(module))."
-        )
-    modes = ((part, "training", part.training) for root in roots for part in root.modules())
+    parts = {*itertools.chain.from_iterable(map(nn.Module.modules, roots))}
+    mine = vars(_MINE).setdefault("modules", set())
+    new = parts - mine
+    with _CHANGE:
+        # Not for ever: the other thread may wait for something of this one.
+        seconds = 600.0 if _TRAINED.isdisjoint(new) else 1.0
+        if not _CHANGE.wait_for(functools.partial(new.isdisjoint, _RUNNING), seconds):
+            raise ConfigurationError(
+                "one thread at a time can run a module, but another one runs this "
+                f"{type(roots[0]).__name__} or a part of it. Wait for it, or use a copy of it."
+            )
+        for running in (mine, _RUNNING, _TRAINED) if trains else (mine, _RUNNING):
+            running.update(new)
     try:
-        with replaced((turn, "trains", trains or turn.trains), *modes):
+        with replaced(*((part, "training", part.training) for part in parts)):
             for root in roots:
-                if not trains:
-                    root.eval()
-                elif not root.training:
-                    root.train()
+                if not (trains and root.training):
+                    (root.train if trains else root.eval)()
             yield
     finally:
-        turn.release()
+        with _CHANGE:
+            for running in (mine, _RUNNING, _TRAINED):
+                running.difference_update(new)
+            _CHANGE.notify_all()
+
+
+# Train mode of module and loss; a module that is already in it keeps the parts set to eval.
+train_mode = functools.partial(_in_mode, True)
+# Eval mode of module and loss.
+eval_mode = functools.partial(_in_mode, False)
 
 
 def call_with(

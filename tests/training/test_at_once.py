@@ -111,6 +111,16 @@ def test_threads_take_turns_to_predict_with_a_model(is_compiled):
     torch.testing.assert_close(other.came[0], expected)
 
 
+def test_threads_take_turns_to_run_a_layer_of_two_models():
+    """A recording of one model has put others in the place of the layer's weights."""
+    model = normalized()
+    other = StartsAnother(ipufit.Model(torch.nn.Sequential(model.module[0])), X)
+    outputs = model.predict(X, callbacks=other, batch_size=2, verbose=0)
+    other.thread.join()
+    torch.testing.assert_close(outputs, normalized().module.eval()(X))
+    torch.testing.assert_close(other.came[0], normalized().module[0](X))
+
+
 def test_a_prediction_in_another_thread_does_not_end_a_fit():
     """It took the weights away from fit, which ended by an error of the user's module."""
     trained = []
@@ -121,8 +131,8 @@ def test_a_prediction_in_another_thread_does_not_end_a_fit():
         model.fit(X, Y, batch_size=2, callbacks=[other] * number, seed=1, verbose=0)
         trained.append(model.module.state_dict())
     assert other.came == [
-        "one thread at a time can run a module, but another one is running this Sequential. Wait "
-        "for it, or use ipufit.Model(copy.deepcopy(module))."
+        "one thread at a time can run a module, but another one runs this Sequential or a part of "
+        "it. Wait for it, or use a copy of it."
     ]
     assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
