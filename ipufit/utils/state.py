@@ -510,8 +510,8 @@ def _in_mode(trains: bool, *modules: Optional[nn.Module]) -> Iterator[None]:
     """Wait until no other thread runs a part of the modules, and leave their modes as they are."""
     roots = [module for module in modules if module is not None]
     parts = {*itertools.chain.from_iterable(map(nn.Module.modules, roots))}
-    mine = vars(_MINE).setdefault("modules", set())
-    new = parts - mine
+    mine = vars(_MINE).setdefault("modules", weakref.WeakSet())
+    new = parts.difference(mine)
     with _CHANGE:
         # Not for ever: the other thread may wait for something of this one.
         seconds = 600.0 if _TRAINED.isdisjoint(new) else 1.0
