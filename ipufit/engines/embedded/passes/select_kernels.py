@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import statistics
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
@@ -40,10 +39,10 @@ _TOLERANCE_OF_OTHERS = 5e-2
 # How far, of the norm of a tensor, where values went to the other side of a ReLU's kink.
 _TOLERANCE_OF_KINKS = 5e-2
 
-# Seconds that micro-batches have run before their kernels are timed again, what share of the time
-# this may take, and after how many runs it ends: the fewest if all of them say the same.
+# Seconds that micro-batches have run before their kernels are timed again, and what share of the
+# time this may take. It ends when so many more runs say one thing than the other, or after so many.
 _BEGIN, _SHARE = 1.0, 0.1
-_FEWEST_RUNS, _MOST_RUNS = 3, 7
+_LEAD, _MOST_RUNS = 3, 7
 
 # Other kernels stay if they need less than this share of the time of torch's own: where they were
 # timed again, and where each of them was faster by itself.
@@ -145,10 +144,9 @@ class KernelTrial:
         """Note the times of a run of each, and settle the kernels once these are enough."""
         runs_others = self._lowered.way == KERNELS
         self._ratios.append(seconds / others if runs_others else others / seconds)
-        are_faster = [ratio < self._worth for ratio in self._ratios]
-        is_clear = len(are_faster) >= _FEWEST_RUNS and len(set(are_faster)) == 1
-        if is_clear or len(are_faster) >= _MOST_RUNS:
-            pays = statistics.median(self._ratios) < self._worth
+        count, faster = len(self._ratios), sum(ratio < self._worth for ratio in self._ratios)
+        if abs(2 * faster - count) >= _LEAD or count >= _MOST_RUNS:
+            pays = 2 * faster > count
             self._settle(self._lowered if pays == runs_others else self._other())
 
     def _settle(self, way: Lowered) -> None:
