@@ -73,7 +73,9 @@ class Casting:
         self._chosen[_dtypes(batch)] += self.ways(batch).index(casts)
 
     def announce(self, role: str, batch: MicroBatch, names: Sequence[str], casts: Casts) -> None:
-        """Warn that tensors come in another dtype, once until :meth:`start_call`.
+        """Warn that tensors come in another dtype, once for each way in which they do.
+
+        Targets that are bools are no reason: nothing is lost, and what they become is larger.
 
         Args:
             role: what the data is for.
@@ -81,14 +83,15 @@ class Casting:
             names: of its tensors.
             casts: what is done to them.
         """
-        changes = [
-            f"{name} from {dtype_name(leaf.dtype)} to {dtype_name(cast)}{_unscaled(name, leaf)}"
-            for name, leaf, cast in zip(names, batch.leaves, casts)
-            if cast is not None
-        ]
-        text = ", ".join(changes)
-        self._changes[role] = text
-        if not changes or text in self._announced:
+        changes: Dict[str, bool] = {}
+        for name, leaf, cast in zip(names, batch.leaves, casts):
+            if cast is not None:
+                dtypes = f"from {dtype_name(leaf.dtype)} to {dtype_name(cast)}"
+                is_work = leaf.dtype != torch.bool or not name.startswith("target")
+                changes[f"{name} {dtypes}{_unscaled(name, leaf)}"] = is_work
+        self._changes[role] = ", ".join(changes)
+        text = ", ".join(filter(changes.get, changes))
+        if not text or text in self._announced:
             return
         self._announced.add(text)
         warn_user(
@@ -100,10 +103,6 @@ class Casting:
         """Say how data for each role comes in other dtypes, a line for each that last did."""
         lines = (f"{role} is converted: {text}." for role, text in self._changes.items() if text)
         return [f"{line[0].upper()}{line[1:]}" for line in lines]
-
-    def start_call(self) -> None:
-        """Announce everything again: another fit, evaluation or prediction begins."""
-        self._announced.clear()
 
     def _casts(self, batch: MicroBatch, level: int) -> Casts:
         """Choose the dtype to which each tensor of a batch is cast.

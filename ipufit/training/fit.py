@@ -50,7 +50,6 @@ def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
     A device that can be used again gets another chance, where that was asked for.
     """
     processes = session.processes
-    session.casting.start_call()
     with processes.propagate_errors(), contextlib.ExitStack() as stack:
         stack.enter_context(summarized_interrupt(lambda error: _UNTRAINED))
         config = processes.run_on_all_ranks(functools.partial(FitConfig.check, session, request))
@@ -391,7 +390,6 @@ def stream(
 def _inference_config(
     session: Session, mode: Mode, request: InferenceRequest, faults: ErrorCollector
 ) -> InferenceConfig:
-    session.casting.start_call()
     check = functools.partial(InferenceConfig.check, session, mode, request, faults)
     config = session.processes.run_on_all_ranks(check)
     sync_inference_config(session, config)

@@ -534,17 +534,18 @@ def tensors(x, y):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_other_dtypes_train_to_the_bits_of_the_right_ones(case, form):
-    """One sentence a fit, which names what came and what it is now; evaluation says it anew."""
+    """One sentence names what came and what it is now, but for bools that are targets."""
     x, y, change, plain_x, plain_y = CASES[case]
     data, options = FORMS[form](x, y)
     plain, _ = FORMS[form](plain_x.astype("float32"), plain_y)
     models = [compiled(metrics=["accuracy"]) for _ in range(2)]
-    with only_warned(said("training data", change)):
+    is_small = change.startswith("target from bool")
+    with only_warned(*[said("training data", change)] * (not is_small)):
         models[0].fit(*data, epochs=2, **options, seed=0, verbose=0)
     models[1].fit(*plain, epochs=2, **options, seed=0, verbose=0)
     assert_equal(*((m.history.history, m.module.state_dict()) for m in models))
     options.pop("shuffle", None)
-    with only_warned(said("evaluation data", change)):
+    with only_warned():
         values = models[0].evaluate(*data, **options, verbose=0)
     assert values == models[1].evaluate(*plain, **options, verbose=0)
 
@@ -568,7 +569,7 @@ def test_all_ways_to_train_and_to_look_take_them(eagerly):
     assert found == [*expected, plain.test_on_batch(X, Y)]
     with only_warned(said("prediction data", change[0])):
         assert torch.equal(model.predict(x, verbose=0), plain.predict(X, verbose=0))
-    with only_warned(said("prediction data", change[0])):
+    with only_warned():
         assert torch.equal(torch.cat(list(model.predict_iter(x))), plain.predict(X, verbose=0))
 
 
@@ -600,8 +601,25 @@ def test_whole_targets_of_a_loss_over_values_become_floating_point(dtype, loss):
     """As labels of two classes come, of shape (samples,) beside outputs of shape (samples, 1)."""
     labels = (Y > 0).astype(dtype)
     plain = trained(X, labels.astype("float32")[:, None], loss, ["mae"], outputs=1)
-    with only_warned(said("training data", f"target from {dtype} to float32")):
+    sentence = said("training data", f"target from {dtype} to float32")
+    with only_warned(*[sentence] * (dtype != "bool")):
         assert_equal(trained(X, labels, loss, ["mae"], outputs=1), plain)
+
+
+def test_a_conversion_is_said_once_for_a_model_and_of_bools_that_are_targets_never(capsys):
+    """``y > 0`` is as small as a target can be; what else is converted is named without it."""
+    model, x = compiled("bce_with_logits", outputs=1), X.astype("float64")
+    with only_warned():
+        model.fit(X, Y[:, None] > 0, **QUIET)
+        model.evaluate(X, Y[:, None] > 0, verbose=0)
+    model.explain()
+    assert "Training data is converted: target from bool to float32." in capsys.readouterr().out
+    with only_warned(said("training data", INPUT.format("float64"))):
+        model.fit(x, Y[:, None] > 0, **QUIET)
+        model.fit(x, Y[:, None] > 0, **QUIET)
+    model.compile("sgd", "bce_with_logits")
+    with only_warned(said("training data", INPUT.format("float64"))):
+        model.fit(x, Y[:, None] > 0, **QUIET)
 
 
 @pytest.mark.long
