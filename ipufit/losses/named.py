@@ -412,5 +412,5 @@ def by_name(name: str) -> Named:
     named = _LOSSES.get(_ALIASES.get(folded, folded))
     if named is None:
         hint = _KERAS_HINTS.get(folded.replace("_", ""), "")
-        raise UnknownNameError("loss", name, [*_LOSSES, *_ALIASES], hint)
+        raise UnknownNameError("loss", name, [*_LOSSES, *_ALIASES], hint, is_typo=not hint)
     return named
