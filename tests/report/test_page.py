@@ -136,6 +136,17 @@ def test_the_numbers_of_the_pipeline_are_those_of_the_plan(run):
     assert [pytest.approx(task, abs=1e-8) for task in sorted(tasks)] == sorted(drawn)
 
 
+def test_a_share_that_the_pipeline_never_reaches_is_told_as_that(run):
+    """It was "80.0 % busy from: never"."""
+    least = {"0.8": 12, "0.9": None}
+    plan = {**run.facts["plan"], "least_accumulation": least}
+    text = render_page([dataclasses.replace(run, facts={**run.facts, "plan": plan})])
+    assert re.findall(r"<dt>([^<]* busy[^<]*)</dt><dd>(.*?)</dd>", text) == [
+        ("80.0 % busy", "from gradient_accumulation=12"),
+        ("90.0 % busy", "never"),
+    ]
+
+
 @pytest.mark.long
 def test_times_by_phase_add_up(run):
     """The table has every phase; its last row is the length of the run."""
