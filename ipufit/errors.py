@@ -253,6 +253,11 @@ class CheckpointError(IpufitError, RuntimeError):
     """A checkpoint that can't be written, or can't be read; nothing was changed."""
 
 
+NAN_ADVICE = (
+    "Look for a learning rate that is too high, a log or division of zero, or non-finite data."
+)
+
+
 class NonFiniteLossError(IpufitError, ArithmeticError):
     """The loss became NaN or infinite.
 

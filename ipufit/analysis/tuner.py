@@ -12,7 +12,6 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator as IteratorType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -76,7 +75,7 @@ class Trial:
             schedule: makes the schedule in place of the user's, which must not move on.
         """
         session = self.session
-        if isinstance(source.loader, IteratorType):
+        if isinstance(source.loader, Iterator):
             raise DataError(
                 f"{source.role} must be readable again after a search, got a "
                 f"{type(source.loader).__name__}, which can be read only once. Pass a DataLoader "

@@ -159,17 +159,11 @@ class ReduceLROnPlateau(Monitor):
         self.verbose: int = one_of(self, "verbose", verbose, Mention)
         self.cooldown: int = whole(self, "cooldown", cooldown)
         self.min_lr: float = finite(self, "min_lr", min_lr, 0.0)
-        self._forget()
 
     def _forget(self) -> None:
         self.best = None
         self.wait: int = 0
         self._cooling = 0
-
-    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Forget the best value and the patience of an earlier fit."""
-        super().on_train_begin(logs)
-        self._forget()
 
     def state_dict(self) -> Dict[str, object]:
         """Return the best value, and the epochs since then."""

@@ -12,7 +12,7 @@ from ipufit.callbacks.callback import Callback, Logs, finite, missing_value, one
 from ipufit.callbacks.history import improves, required_direction
 from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import WeightsCopy
-from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.errors import NAN_ADVICE, ConfigurationError, NonFiniteLossError
 from ipufit.utils.console import say
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class Monitor(Callback):
         self.min_delta: float = abs(finite(self, "min_delta", min_delta))
         self.monitors: Tuple[str, ...] = (monitor,)
         self._was_there = False
+        self._forget()
 
     def _find_direction(self) -> str:
         """The better end: min or max.
@@ -63,9 +64,13 @@ class Monitor(Callback):
         return required_direction(self, self.monitor, self.mode, directions)
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Find out the direction before any work."""
+        """Find out the direction before any work, and forget what an earlier fit has left."""
         self._was_there = False
+        self._forget()
         self._direction = self._find_direction()
+
+    def _forget(self) -> None:
+        """Forget what an earlier fit has left; a subclass says what that is."""
 
     def state_dict(self) -> Dict[str, object]:
         """Return whether the value has ever been there, and the best one; a subclass adds more."""
@@ -146,7 +151,6 @@ class EarlyStopping(Monitor):
             self, "restore_best_weights", restore_best_weights, (True, False)
         )
         self.start_from_epoch: int = whole(self, "start_from_epoch", start_from_epoch)
-        self._forget()
 
     def _forget(self) -> None:
         self.wait: int = 0
@@ -154,11 +158,6 @@ class EarlyStopping(Monitor):
         self.best_epoch: Optional[int] = None
         self.stopped_epoch: Optional[int] = None
         self._snapshot: Optional[WeightsCopy] = None
-
-    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Forget the best value and the weights of an earlier fit."""
-        super().on_train_begin(logs)
-        self._forget()
 
     def state_dict(self) -> Dict[str, object]:
         """Return the best value, the remaining patience, and the best weights if they are kept."""
@@ -254,12 +253,8 @@ class TerminateOnNaN(Callback):
 
     def _end(self, name: str, value: float, where: str) -> None:
         if self.raise_error:
-            raise NonFiniteLossError(
-                f"every value must be finite, but {name} became {value} in {where}. Look for a "
-                "learning rate that is too high, a log or division of zero, or non-finite data.",
-                None,
-                value,
-            )
+            text = f"every value must be finite, but {name} became {value} in {where}. {NAN_ADVICE}"
+            raise NonFiniteLossError(text, None, value)
         say(f"TerminateOnNaN ends training: {name} became {value} in {where}")
         self.model.stop_training = True
 

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from torch.utils.data import Dataset, TensorDataset
 
-from ipufit.callbacks import LambdaCallback
+from ipufit.callbacks import Callback, LambdaCallback
 from ipufit.callbacks.history import History, best_place
 from ipufit.core import Direction, Verbose
 from ipufit.core.train_config import Outputs
 from ipufit.data.adapters import DataArguments, comes_in_samples
 from ipufit.data.settings import Loading
-from ipufit.errors import (
-    ConfigurationError,
-    DataError,
-    IpufitError,
-    NonFiniteLossError,
-    brief_error,
-)
+from ipufit.errors import NAN_ADVICE, ConfigurationError, DataError, NonFiniteLossError, brief_error
 from ipufit.search.stacked import StackedModels, UnstackableError, kind_of, of_row
 from ipufit.training import fit
 from ipufit.training.arguments import checked_seed
@@ -160,15 +154,12 @@ def fit_many(
     options.update(x=x, y=y, device_iterations=device_iterations)
     level = resolve_verbose(verbose)
     with _keeping_results(results):
-        alone = fit_alike(results, options, bool(level))
-        for reason in dict.fromkeys(reason for _, reason in alone) if len(results) > 1 else ():
-            places = [str(results.index(result)) for result, why in alone if why == reason]
-            warn_user(
-                f"{len(places)} of {len(results)} models train one after another (number "
-                f"{', '.join(places)}): {reason}."
-            )
-        for result, _ in alone:
-            _fit_alone(result, options)
+        for result, _ in fit_alike(results, options, bool(level), warns=len(results) > 1):
+            try:
+                each = _with_iterations([result], options)
+                result.model.fit(verbose=0, seed=result.seed, **each)
+            except NonFiniteLossError as error:
+                result.error = error
             if level:
                 say(str(result))
     return results
@@ -191,7 +182,7 @@ def _keeping_results(results: FitResults) -> Iterator[None]:
 
 
 def fit_alike(
-    results: Sequence[FitResult], options: Setting, shows: bool
+    results: Sequence[FitResult], options: Setting, shows: bool, warns: bool = False
 ) -> List[Tuple[FitResult, str]]:
     """Train models, those of one structure as one; return those that can't, each with a reason.
 
@@ -199,6 +190,7 @@ def fit_alike(
         results: with models that are not trained yet.
         options: of ``fit``.
         shows: whether a line is printed after each epoch.
+        warns: whether to warn of those that can't, before any of the others trains.
     """
     x, weights = options["x"], ("sample_weight", "class_weight")
     kinds: List[Tuple[Mapping[str, object], List[FitResult]]] = []
@@ -216,17 +208,27 @@ def fit_alike(
             alike.append(result)
         except UnstackableError as error:
             alone.append((result, str(error)))
+    groups: List[_Group] = []
     for kind, alike in kinds:
         differ = [_differences(kind, other) for other, _ in kinds if other is not kind]
         names = min(differ, key=len, default=["structure"])
         reason = f"no other model has the same {', '.join(names[:3])}"
         try:
             if len(alike) > 1:
-                _fit_as_one(alike, options, shows)
+                groups.append(_Group(alike, options))
                 continue
         except UnstackableError as error:
             reason = str(error)
         alone += [(result, reason) for result in alike]
+    for reason in dict.fromkeys(reason for _, reason in alone) if warns else ():
+        places = [str(results.index(result)) for result, why in alone if why == reason]
+        warn_user(
+            f"{len(places)} of {len(results)} models train one after another (number "
+            f"{', '.join(places)}): {reason}."
+        )
+    for number, group in enumerate(groups, 1):
+        group.title = f"group {number} of {len(groups)}, " if len(groups) > 1 else ""
+        group.train(shows)
     return alone
 
 
@@ -312,70 +314,99 @@ def _loading(options: Setting) -> Loading:
     return loading if isinstance(loading, Loading) else Loading()
 
 
-def _fit_alone(result: FitResult, options: Setting) -> None:
-    """Train a model by itself, if it is not trained yet."""
-    if result.model._compiled("fit_many").updates:
-        return
-    try:
-        options = _with_iterations([result], options)
-        result.model.fit(verbose=0, seed=result.seed, **options)
-    except NonFiniteLossError as error:
-        result.error = error
+class _Group:
+    """Models that train as one, whose program is recorded.
 
+    Args:
+        results: with models of one structure.
+        options: of ``fit``.
 
-def _fit_as_one(results: Sequence[FitResult], options: Setting, shows: bool) -> None:
-    """Train models as one.
+    Attributes:
+        title: says in lines of epochs which models they are; empty where there are no others.
 
     Raises:
-        UnstackableError: they can't; nothing has changed, but that the first may be trained.
+        UnstackableError: they can't; none is trained.
     """
-    of_one, options = options, _with_iterations(results, options)
-    names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
-    data = DataArguments("training data", *(options.pop(name, None) for name in names))
-    are_shuffled = data.shuffle is not False and _loading(options).overfit_batches is None
-    stacked = StackedModels([result.model for result in results], are_shuffled)
-    session = stacked.model._compiled("fit_many")
 
-    def end_epoch(epoch: int, logs: Mapping[str, float]) -> None:
+    title = ""
+
+    def __init__(self, results: Sequence[FitResult], options: Setting) -> None:
+        self._results = results
+        of_one, options = dict(options), _with_iterations(results, options)
+        names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+        data = DataArguments("training data", *(options.pop(name, None) for name in names))
+        are_shuffled = data.shuffle is not False and _loading(options).overfit_batches is None
+        self._stacked = StackedModels([result.model for result in results], are_shuffled)
+        self._session = self._stacked.model._compiled("fit_many")
+        options["seed"] = Seeds.of([result.seed for result in results])
+        self._request = functools.partial(FitRequest, data, **options)
+        try:
+            _stop_before_training(self._fit)
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            cause: Optional[BaseException] = error
+            while cause is not None:
+                if isinstance(cause, UnstackableError):
+                    raise cause from None
+                cause = cause.__cause__ or cause.__context__
+            # What is wrong with arguments or data is so for each model, which names it better.
+            of_one.update(seed=results[0].seed, verbose=0)
+            _stop_before_training(
+                lambda callbacks: results[0].model.fit(**{**of_one, "callbacks": callbacks})
+            )
+            raise UnstackableError(f"as one, they fail with {brief_error(error)}") from error
+
+    def _fit(self, callbacks: Sequence[Callback]) -> None:
+        fit.fit(self._stacked.model, self._session, self._request(callbacks=callbacks))
+
+    def _show(self, epoch: int, logs: Mapping[str, float]) -> None:
         name = "val_loss" if "val_loss" in logs else "loss"
-        losses = [logs[f"{name}/{row}"] for row in range(len(results))]
+        losses = [logs[f"{name}/{row}"] for row in range(len(self._results))]
         best = best_place(losses, "min") or 0
         say(
-            f"epoch {epoch + 1}: {len(losses)} models, {name} from {losses[best]:.4g} "
-            f"({_text(results[best].setting)}) to {max(losses):.4g}"
+            f"{self.title}epoch {epoch + 1}: {len(losses)} models, {name} from {losses[best]:.4g} "
+            f"({_text(self._results[best].setting)}) to {max(losses):.4g}"
         )
 
-    callbacks = [LambdaCallback(on_epoch_end=end_epoch)] if shows else []
-    options.update(callbacks=callbacks, seed=Seeds.of([result.seed for result in results]))
-    try:
-        fit.fit(stacked.model, session, FitRequest(data, **options))
-    except Exception as error:
-        if session.updates or is_of_handler(error):
-            raise
-        cause: Optional[BaseException] = error
-        while cause is not None:
-            if isinstance(cause, UnstackableError):
-                raise cause from None
-            cause = cause.__cause__ or cause.__context__
-        if isinstance(error, IpufitError):
-            # What is wrong with arguments or data is so for each model, which names it better.
-            _fit_alone(results[0], of_one)
-        raise UnstackableError(f"as one, they fail with {brief_error(error)}") from error
-    finally:
-        for row, result in enumerate(results if session.updates else ()):
-            stacked.publish(row)
-            result.model.history = _history_of(stacked.model.history, row, result.seed)
-    for result in results:
-        losses = result.model.history.history["loss"]
-        lost = [epoch for epoch, loss in enumerate(losses) if not math.isfinite(loss)]
-        if lost:
-            result.error = NonFiniteLossError(
-                f"the loss became {losses[lost[0]]} in epoch {lost[0] + 1}. Look for a learning "
-                "rate that is too high, a log or division of zero, or non-finite data.",
-                None,
-                losses[lost[0]],
-            )
-            result.error.epoch = lost[0]
+    def train(self, shows: bool) -> None:
+        """Train them; whatever ends it, each has what it was trained so far.
+
+        Args:
+            shows: whether a line is printed after each epoch.
+        """
+        try:
+            self._fit([LambdaCallback(on_epoch_end=self._show)] if shows else [])
+        finally:
+            for row, result in enumerate(self._results if self._session.updates else ()):
+                self._stacked.publish(row)
+                history = self._stacked.model.history
+                result.model.history = _history_of(history, row, result.seed)
+        for result in self._results:
+            losses = result.model.history.history["loss"]
+            lost = [epoch for epoch, loss in enumerate(losses) if not math.isfinite(loss)]
+            if lost:
+                text = f"the loss became {losses[lost[0]]} in epoch {lost[0] + 1}. {NAN_ADVICE}"
+                result.error = NonFiniteLossError(text, None, losses[lost[0]])
+                result.error.epoch = lost[0]
+
+
+class _ReadyError(Exception):
+    """Training could begin."""
+
+
+def _stop_before_training(run: Callable[[Sequence[Callback]], object]) -> None:
+    """Have a fit do all that it does before it trains.
+
+    Args:
+        run: calls it with callbacks.
+    """
+
+    def stop(logs: object) -> None:
+        raise _ReadyError
+
+    with contextlib.suppress(_ReadyError):
+        run([LambdaCallback(on_train_begin=stop)])
 
 
 def _history_of(stacked: History, row: int, seed: int) -> History:

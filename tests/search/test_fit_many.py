@@ -498,6 +498,53 @@ def test_what_can_not_run_as_one_trains_one_after_another(name):
     check(results, [{"lr": 0.1}, {"lr": 0.2}], x, y, make, seed=3)
 
 
+class Rest(nn.Module):
+    """Attention for small batches alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x):
+        """Look up what the same vectors stand for."""
+        x = x.flatten(1)
+        if len(x) < 4:
+            x = nn.functional.scaled_dot_product_attention(x, x, x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("net", [nn.Linear, Words, Noise], ids=["other", "refused", "fails"])
+def test_the_warning_comes_before_any_training(net):
+    """Who does not want to wait for some of the models can still say so."""
+
+    def make(net, lr):
+        if net is nn.Linear:
+            net = functools.partial(nn.Sequential, nn.Flatten(), nn.Linear(12, 5))
+        return build(net, lr=lr)
+
+    x, y = data()
+    grid = [{"net": MLP, "lr": 0.1}, {"net": MLP, "lr": 0.2}, {"net": net, "lr": 0.1}]
+    grid += [{"net": net, "lr": 0.2}] * (net is not nn.Linear)
+    with pytest.raises(UserWarning, match="one after another") as end:
+        ipufit.fit_many(make, grid, x, y, verbose=0, seed=3)
+    assert end.value.results == []
+
+
+@pytest.mark.parametrize("iterations", [100, 1])
+def test_a_smaller_last_batch_that_can_not_run_as_one(iterations):
+    """It is known before the first update, in whichever execution it comes."""
+
+    def make(lr):
+        return build(Rest, lr=lr)
+
+    x, y = data()
+    grid = [{"lr": 0.1}, {"lr": 0.2}]
+    options = {"batch_size": 4, "epochs": 2, "device_iterations": iterations}
+    with pytest.warns(UserWarning, match=r"number 0, 1\): torch's attention can't run"):
+        results = ipufit.fit_many(make, grid, x, y, verbose=0, seed=3, **options)
+    check(results, grid, x, y, make, **options)
+
+
 class Scaled(nn.Dropout):
     """Computes with its rate."""
 
@@ -663,6 +710,16 @@ def test_the_results_are_a_table(capsys):
     assert about["directions"]["val_accuracy"] == "max"
     assert about["metrics"] == ["loss", "accuracy", "val_loss", "val_accuracy"]
     assert results[1].model.history.best_epoch("val_loss") in (0, 1)
+
+
+def test_lines_of_epochs_say_which_models_they_are_of(capsys):
+    """Where there are several groups; one number of models may be that of each."""
+    x, y = data()
+    ipufit.fit_many(build, {"net": [MLP, Halves], "lr": [0.1, 0.2]}, x, y, epochs=2, seed=0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", loss from ")[0] for line in lines] == [
+        f"group {group} of 2, epoch {epoch}: 2 models" for group in (1, 2) for epoch in (1, 2)
+    ]
 
 
 class Ending(Dataset):

@@ -44,13 +44,13 @@ def multiplied(n_features, n_outputs, factor=None):
 def groups(monkeypatch):
     """How many fits each program had."""
     counts = []
-    fit_as_one = fit_many._fit_as_one
+    train = fit_many._Group.train
 
-    def counted(results, *rest):
-        fit_as_one(results, *rest)
-        counts.append(len(results))
+    def counted(self, *rest):
+        train(self, *rest)
+        counts.append(len(self._results))
 
-    monkeypatch.setattr(fit_many, "_fit_as_one", counted)
+    monkeypatch.setattr(fit_many._Group, "train", counted)
     return counts
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.training_state import TrainingState
-from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue
+from ipufit.errors import NAN_ADVICE, ConfigurationError, NonFiniteLossError, NonFiniteValue
 from ipufit.processes import current
 from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import public_name
@@ -51,9 +51,7 @@ def refuse_loss(live: TrainingState, value: float, title: str = "the loss") -> N
     """
     if math.isfinite(value):
         return
-    cause = (
-        "Look for a learning rate that is too high, a log or division of zero, or non-finite data."
-    )
+    cause = NAN_ADVICE
     if not all(bool(flat.isfinite().all()) for flat in live.storage.flats):
         cause = (
             "The weights were not finite before this update: an earlier update had a finite loss, "

@@ -16,7 +16,7 @@ from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
 from ipufit.engines.ipu.sdk import alone, translate_errors
 from ipufit.engines.ipu.size import Size, filled, padded, padding_needed, refuse_other_shapes
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
-from ipufit.errors import DataError, LossError, NonFiniteLossError
+from ipufit.errors import NAN_ADVICE, DataError, LossError, NonFiniteLossError
 from ipufit.optim.rules import rules_for
 from ipufit.optim.several import refuse_step_hooks
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
@@ -291,8 +291,7 @@ class PoptorchTrainingProgram(Program):
         raise NonFiniteLossError(
             f"the loss must be finite, but it became {value} in update {lost}. An IPU can't go "
             f"back: the weights and the optimizer state are those after update "
-            f"{self.updates - 1}, the last one of its {what}. Look for a learning rate that is "
-            "too high, a log or division of zero, or non-finite data.",
+            f"{self.updates - 1}, the last one of its {what}. {NAN_ADVICE}",
             lost,
             value,
         )
