@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
-from ipufit.utils.error_collector import one_of
+from ipufit.utils.error_collector import one_of, within
 from ipufit.utils.names import check_log_name
 
 LogReduction = Literal["mean", "sum", "max", "min", "last"]
@@ -81,11 +81,8 @@ _open: contextvars.ContextVar[Optional[Entries]] = contextvars.ContextVar("ipufi
 def collecting() -> Iterator[Entries]:
     """Collect what is logged inside the block, by name in the order of first use."""
     entries: Entries = {}
-    token = _open.set(entries)
-    try:
+    with within(_open, entries):
         yield entries
-    finally:
-        _open.reset(token)
 
 
 def log(name: str, value: Any, reduce: LogReduction = "mean", *, on_update: bool = False) -> None:

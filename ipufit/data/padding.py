@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 from ipufit.data.in_memory import as_tensor, is_array
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
+from ipufit.utils.error_collector import is_number
 
 # Padding of entries that have a usual one, by name; targets of whole numbers have IGNORED.
 _USUAL = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "position_ids": 0}
@@ -226,7 +227,7 @@ class _PadValues:
             self._default = pad
         is_form = hasattr(pad, "pad_token_id") or isinstance(pad, (Mapping, tuple, int, float))
         values = [pad] if isinstance(pad, bool) else self._by_key.values()
-        if not is_form or not all(map(_is_number, values)):
+        if not is_form or not all(map(is_number, values)):
             raise ConfigurationError(
                 "pad of LengthBuckets must be a number, a dict of numbers by the names of entries, "
                 f"a tuple of numbers by their places, or a tokenizer, got {pad!r}. Write for "
@@ -292,10 +293,6 @@ class _PadValues:
                 f"pad of LengthBuckets must name entries of a sample, got {unused[0]!r}. There is "
                 f"{', '.join(map(repr, there)) or 'one without a name: pass a number'}."
             )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _key_paths(structure: tree.Structure) -> List[Tuple[object, ...]]:

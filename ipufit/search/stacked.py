@@ -32,6 +32,7 @@ from ipufit.tracing.recurrent import LIBRARY
 from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.utils import tree
+from ipufit.utils.error_collector import is_number
 from ipufit.utils.random_streams import GENERATORS, LOCK
 from ipufit.utils.state import device_of, eval_mode, replaced, train_mode
 
@@ -381,13 +382,9 @@ class _StackedDivision(DividedModule):
             super().count_own_ipus(read_example, training)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _may_differ(setting: object) -> bool:
     """Say whether a setting of an optimizer is a number, or numbers such as Adam's betas."""
-    return _is_number(setting) or (isinstance(setting, tuple) and all(map(_is_number, setting)))
+    return is_number(setting) or (isinstance(setting, tuple) and all(map(is_number, setting)))
 
 
 def _stack_groups(
@@ -396,7 +393,7 @@ def _stack_groups(
     """Make one group of those of several models; what is on for some of them is on in it."""
     models = tuple({n: v for n, v in group.items() if n != "params"} for group in groups)
     first = models[0]
-    most = {n: max(each[n] for each in models) for n, v in first.items() if _is_number(v)}
+    most = {n: max(each[n] for each in models) for n, v in first.items() if is_number(v)}
     differ = {"models": models} if any(each != first for each in models) else {}
     return {**first, **most, **differ, "params": [weight], "kind": kind}
 

@@ -20,6 +20,7 @@ from ipufit.search.fit_many import FitResult, fit_alike
 from ipufit.sklearn.base import TAKE, Estimator
 from ipufit.training.model import Model
 from ipufit.utils.console import warn_user
+from ipufit.utils.error_collector import within
 from ipufit.utils.state import fork_rng
 
 _NO_OTHER = "no other fit has the same data and arguments of Model.fit"
@@ -125,8 +126,7 @@ class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
             X, y, params: as for scikit-learn's.
         """
         fits = _PlannedFits()
-        token = TAKE.set(fits.take)
-        try:
+        with within(TAKE, fits.take):
             # The search itself draws the same random numbers, and raises what is wrong with it.
             with fork_rng():
                 try:
@@ -144,8 +144,6 @@ class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
                     "scikit-learn fitted them with other data, seeds or parameters, or in another "
                     "thread. Pass random_state, an integer, to each step that draws random numbers."
                 )
-        finally:
-            TAKE.reset(token)
         return self
 
     def _plan(self, fits: _PlannedFits, x: object, y: object, has_params: bool) -> None:

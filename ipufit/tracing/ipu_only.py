@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from typing import Callable, Dict, Iterator, List, Optional
+from typing import Callable, ContextManager, Dict, Iterator, List, Optional
 
 from torch import Tensor
 
 from ipufit.errors import CaptureError
 from ipufit.utils import tree
+from ipufit.utils.error_collector import within
 
 _MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)
 
@@ -37,14 +38,9 @@ def only_on_ipus(error: Optional[BaseException]) -> Optional[str]:
     return None
 
 
-@contextlib.contextmanager
-def for_this_engine() -> Iterator[None]:
+def for_this_engine() -> ContextManager[None]:
     """Make what is called in the block part of what this engine runs."""
-    token = _MAKING.set(True)
-    try:
-        yield
-    finally:
-        _MAKING.reset(token)
+    return within(_MAKING, True)
 
 
 def is_for_this_engine() -> bool:

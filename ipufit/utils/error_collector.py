@@ -1,4 +1,7 @@
-"""Arguments: bad ones reported together, which a user corrects in one go; groups of them shown."""
+"""Arguments: bad ones reported together, which a user corrects in one go; groups of them shown.
+
+A call knows by context variables what was found out around it; :func:`within` sets one for a block.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,16 @@ _wrong_names: contextvars.ContextVar[Optional[UnknownArgumentError]] = contextva
 _only_checks: contextvars.ContextVar[bool] = contextvars.ContextVar("only_checks", default=False)
 
 
+@contextlib.contextmanager
+def within(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value within the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 class _CheckedError(Exception):
     """Ends a call whose arguments are right, where no more of it is wanted."""
 
@@ -44,29 +57,21 @@ class ErrorCollector:
             _wrong_names.set(None)
 
     @staticmethod
-    @contextlib.contextmanager
-    def beginning_with(wrong_names: Optional[UnknownArgumentError]) -> Iterator[None]:
+    def beginning_with(
+        wrong_names: Optional[UnknownArgumentError],
+    ) -> contextlib.AbstractContextManager[None]:
         """Let the collector of the call in the block begin with names that are wrong.
 
         So nothing is done of what the call does once all faults were raised. None is for a call of
         ours within one that has such names.
         """
-        token = _wrong_names.set(wrong_names)
-        try:
-            yield
-        finally:
-            _wrong_names.reset(token)
+        return within(_wrong_names, wrong_names)
 
     @staticmethod
     def check_only(call: Callable[[], object]) -> None:
         """Raise what is wrong with the arguments of a call, which does nothing else."""
-        token = _only_checks.set(True)
-        try:
+        with within(_only_checks, True), contextlib.suppress(_CheckedError):
             call()
-        except _CheckedError:
-            pass
-        finally:
-            _only_checks.reset(token)
 
     @classmethod
     def end_checks(cls) -> None:
@@ -142,6 +147,11 @@ def at_least(name: str, value: Any, least: int, also: str = "", advice: str = ""
             return number
     text = f"{name} must be an integer of at least {least}{also}, got {reprlib.repr(value)}. "
     raise ConfigurationError((text + advice).rstrip())
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a number of Python's, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def one_of(name: str, value: T, choices: object, advice: str = "") -> T:

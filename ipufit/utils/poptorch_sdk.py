@@ -5,13 +5,14 @@ Where a program finds it, which classes are its own, and who is tracing.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import importlib.machinery
 import importlib.util
 import os
 import sys
-from typing import Any, Callable, Container, Iterator, NoReturn, Optional, Sequence
+from typing import Any, Callable, Container, ContextManager, NoReturn, Optional, Sequence
+
+from ipufit.utils.error_collector import within
 
 CHOICES = ("auto", "sdk", "standin")
 
@@ -248,14 +249,9 @@ def sdk_in_use() -> Optional[Any]:
     return _SDK.get()
 
 
-@contextlib.contextmanager
-def trace_with(sdk: object) -> Iterator[None]:
+def trace_with(sdk: object) -> ContextManager[None]:
     """Tell code in the block that this PopTorch traces it."""
-    before = _SDK.set(sdk)
-    try:
-        yield
-    finally:
-        _SDK.reset(before)
+    return within(_SDK, sdk)
 
 
 def begin_block(name: str, ipu: Optional[int]) -> None:
@@ -267,11 +263,6 @@ def begin_block(name: str, ipu: Optional[int]) -> None:
         watcher(name, ipu)
 
 
-@contextlib.contextmanager
-def blocks_watched(on_begin: _OnBegin) -> Iterator[None]:
+def blocks_watched(on_begin: _OnBegin) -> ContextManager[None]:
     """Tell of each :func:`begin_block` in the block."""
-    before = _WATCHER.set(on_begin)
-    try:
-        yield
-    finally:
-        _WATCHER.reset(before)
+    return within(_WATCHER, on_begin)

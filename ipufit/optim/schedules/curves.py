@@ -9,7 +9,7 @@ import operator
 from typing import Callable, Dict, Literal, Optional, SupportsIndex, Tuple, Type, Union
 
 from ipufit.errors import ConfigurationError, UnknownNameError
-from ipufit.utils.error_collector import SettingsRepr, at_least, one_of
+from ipufit.utils.error_collector import SettingsRepr, at_least, is_number, one_of
 
 DecayShape = Literal["cosine", "linear", "1-sqrt"]
 CycleShape = Literal["cosine", "linear"]
@@ -85,17 +85,13 @@ class Curve(SettingsRepr, abc.ABC):
 
     def _check_number(self, name: str, least: float) -> None:
         value = getattr(self, name)
-        if _is_number(value) and math.isfinite(value) and least <= value:
+        if is_number(value) and math.isfinite(value) and least <= value:
             object.__setattr__(self, name, float(value))
             return
         raise ConfigurationError(
             f"{name} of {type(self).__name__} must be a finite number of at least {least:g}, got "
             f"{value!r}."
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class _WarmedUp(Curve):
@@ -329,7 +325,7 @@ class OneCycle(Curve):
         if self.momentum is None:
             return
         pair = tuple(self.momentum) if isinstance(self.momentum, (tuple, list)) else ()
-        if len(pair) != 2 or not all(_is_number(each) and 0 <= each < 1 for each in pair):
+        if len(pair) != 2 or not all(is_number(each) and 0 <= each < 1 for each in pair):
             raise ConfigurationError(
                 "momentum of OneCycle must be two numbers of at least 0 and less than 1, or None, "
                 f"got {self.momentum!r}. Write for example momentum=(0.85, 0.95)."
