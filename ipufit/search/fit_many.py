@@ -256,19 +256,31 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
             f"build must be a function that makes a compiled ipufit.Model, got {build!r}. Pass the "
             "function itself, without calling it."
         )
-    parameters = inspect.signature(build).parameters.values()
+    signature = inspect.signature(build)
+    parameters = signature.parameters.values()
     takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
     seeds = [setting.get("seed", seed) for setting in settings]
+    by_name = [{n: v for n, v in s.items() if takes_seed or n != "seed"} for s in settings]
+    for values in by_name:
+        try:
+            signature.bind(**values)
+        except TypeError as error:
+            raise ConfigurationError(
+                "build must take the values of each setting by name, but "
+                f"build({', '.join(signature.parameters)}) can't be called with "
+                f"{', '.join(map(str, values)) or 'nothing'}: {error}. Rename values in grid, or "
+                "parameters of build."
+            ) from None
     # Before build, which may seed the generator that they come from.
     numbers = [draw_seed() if each is None else checked_seed(each) for each in seeds]
     results: List[FitResult] = []
     owners: Dict[int, FitResult] = {}
-    for setting, of_setting, number in zip(settings, seeds, numbers):
-        model = build(**{n: v for n, v in setting.items() if takes_seed or n != "seed"})
+    for setting, values, of_setting, number in zip(settings, by_name, seeds, numbers):
+        model = build(**values)
         if not isinstance(model, Model):
             raise ConfigurationError(
-                f"build must return a compiled ipufit.Model, got {model!r} for {dict(setting)}. "
-                "Make the model, call its compile, and return it."
+                f"build must return a compiled ipufit.Model, got {type(model).__name__} for "
+                f"{dict(setting)}. Make the model, call its compile, and return it."
             )
         session = model._compiled("fit_many")
         fixed = session.fixed.seed_or(of_setting)

@@ -818,7 +818,22 @@ REFUSED = {
         "seed must be an integer or None, got 1.5.",
     ),
     "a batch size that is none": ({"batch_size": "4"}, "batch_size must be an integer of at"),
-    "no model": ({"build": lambda lr: None}, "build must return a compiled ipufit.Model, got None"),
+    "no model": ({"build": lambda lr: None}, "ipufit.Model, got NoneType for {"),
+    "a net": (
+        {"build": lambda lr: MLP()},
+        "build must return a compiled ipufit.Model, got MLP for {'lr': 0.1}. Make the model, call "
+        "its compile, and return it.",
+    ),
+    "a name that build has not": (
+        {"build": lambda lr, p=0: 1 / p, "grid": [{"lr": 0.1, "seed": 1}, {"lr": 0.2, "width": 3}]},
+        "build must take the values of each setting by name, but build(lr, p) can't be called with "
+        "lr, width: got an unexpected keyword argument 'width'. Rename values in grid, or "
+        "parameters of build.",
+    ),
+    "a name that the grid has not": (
+        {"build": lambda lr: 1 / 0, "grid": [{}]},
+        "but build(lr) can't be called with nothing: missing a required argument: 'lr'. Rename",
+    ),
     "not compiled": (
         {"build": lambda lr: ipufit.Model(nn.Linear(1, 1))},
         "fit_many needs a compiled model. Call model.compile",
