@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterator, List, Literal, Mapping, Optional, Sequen
 from ipufit.callbacks.callback import Callback, Logs, means, one_of
 from ipufit.callbacks.epoch_metrics import RunningLogs
 from ipufit.engines.program import Engine
-from ipufit.utils.console import notebook_shell
+from ipufit.utils.console import notebook_shell, terminal_size
 
 Progress = Literal[1, 2, "rich"]
 
@@ -317,11 +317,8 @@ class _Display:
             count: how many updates or batches there were.
             values: its loss and metrics, in words, by name.
         """
-        self.write("\n".join(_wrap([f"{title}: {count}", *_words(values)], self._size()[0])))
-
-    def _size(self) -> Tuple[Optional[int], int]:
-        """Return the columns that a line may have, None for any number, and how many lines."""
-        return None, 1
+        columns, _ = terminal_size(self._stream or sys.stderr)
+        self.write("\n".join(_wrap([f"{title}: {count}", *_words(values)], columns)))
 
     def write(self, text: str) -> None:
         """Show a line that stays."""
@@ -353,7 +350,7 @@ class _Terminal(_Display):
 
     def draw(self, bars: Sequence[_Progress], note: str = "") -> None:
         """Show the bars and the note in the place of what was drawn before."""
-        columns, rows = self._size()
+        columns, rows = terminal_size(self._stream)
         lines = [line for bar in bars for line in bar.lines(columns, self._cells)]
         with self._lock:
             self._replace_streams()
@@ -418,17 +415,6 @@ class _Terminal(_Display):
         assert self._stream is not None
         self._stream.write(text)
         self._stream.flush()
-
-    def _size(self) -> Tuple[Optional[int], int]:
-        if not self._moves:
-            return super()._size()
-        assert self._stream is not None
-        try:
-            size = os.get_terminal_size(self._stream.fileno())
-        except (OSError, ValueError):
-            return _COLUMNS - 1, _ROWS
-        # In the last column some terminals begin a new line.
-        return (size.columns or _COLUMNS) - 1, max(size.lines - 1, 1)
 
 
 class _Above:

@@ -12,12 +12,12 @@ import math
 import numbers
 import operator
 import reprlib
-import textwrap
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
 
 from ipufit.errors import PlanError
+from ipufit.utils.console import fold
 
 # The arguments in the order in which their faults are told, in the words of who typed them.
 _WORDS = {
@@ -547,8 +547,11 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             starts = range(begin, end, self.micro_batch_size)
             yield tuple(min(self.micro_batch_size, end - start) for start in starts)
 
-    def explain(self) -> str:
-        """The plan in words, in lines of at most 100 characters.
+    def explain(self, columns: int = 100) -> str:
+        """The plan in words.
+
+        Args:
+            columns: of the longest line.
 
         >>> print(Plan.make(micro_batch_size=8, ipus=2, training=False, samples=100).explain())
         Plan for inference (evaluate, predict)
@@ -562,9 +565,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         The last 4 samples run as one smaller execution: 1 device iteration, 1 micro-batch.
         IPUs: 2 planned, 2 used (2 replicas x 1 stage), none idle.
         """
-        lines = [*self._explain_execution(), *self._explain_epoch()]
-        wrap = partial(textwrap.fill, width=100, subsequent_indent="    ", break_on_hyphens=False)
-        return "\n".join(map(wrap, lines))
+        return fold("\n".join([*self._explain_execution(), *self._explain_epoch()]), columns)
 
     def _explain_execution(self) -> Iterator[str]:
         calls = "updates" if self.training else "forward passes"

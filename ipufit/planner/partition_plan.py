@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
@@ -22,8 +21,8 @@ from ipufit.planner.pipeline_schedule import (
     simulate,
 )
 from ipufit.planner.rendering import WIDTH, columns, flops, share, size
-from ipufit.utils.console import TextReport
-from ipufit.utils.error_collector import one_of
+from ipufit.utils.console import TextReport, fold
+from ipufit.utils.error_collector import is_number, one_of
 
 _STAGE = "stage begins with"
 _MEMORY_COLUMNS = (
@@ -167,8 +166,7 @@ class PartitionPlan(TextReport):
                 the limit.
         """
         schedule = self._schedule(schedule)
-        is_number = isinstance(utilisation, (int, float)) and not isinstance(utilisation, bool)
-        if not is_number or not 0 < utilisation <= 1:
+        if not is_number(utilisation) or not 0 < utilisation <= 1:
             raise ConfigurationError(
                 f"utilisation must be a number above 0 and at most 1, got {utilisation!r}. Write "
                 "0.9 for 90 %."
@@ -286,7 +284,7 @@ class PartitionPlan(TextReport):
 
     def __str__(self) -> str:
         lines = [*_head(self), *_stage_tables(self), *_pipeline_table(self)]
-        return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH))
+        return fold("\n".join(lines), WIDTH)
 
     def __repr__(self) -> str:
         planned = self.planned

@@ -20,7 +20,7 @@ from ipufit.training.fit_data import FitRequest, plan_of_fit
 from ipufit.training.sanity_check import require_one_loss, wrap_batch_errors
 from ipufit.training.session import Session
 from ipufit.training.summary import check_options, sample_for, sample_of, summarize
-from ipufit.utils.console import preformatted
+from ipufit.utils.console import fold, preformatted, terminal_size
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.names import with_hints
 from ipufit.utils.state import device_of
@@ -94,7 +94,8 @@ class InspectionMixin:
                 "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
             )
         faults.raise_all()
-        print(f"{plan.explain()}\n{session.explain()}")
+        columns, _ = terminal_size(sys.stdout)
+        print(fold(f"{plan.explain(columns or 100)}\n{session.explain()}", columns))
 
     def summary(
         self,

@@ -19,6 +19,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.losses.loss import OwnLoss
 from ipufit.training.sanity_check import check_call
 from ipufit.training.session import Session
+from ipufit.utils.console import fold
 from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.random_streams import isolated
 
@@ -162,8 +163,7 @@ def summarize(
         if depth is None or layer.depth <= depth
     ]
     paragraphs += [*_totals(module, layers), *more]
-    wrapped = [_wrap(line, line_length) for text in paragraphs for line in text.splitlines()]
-    return "\n".join([*_table(rows, line_length), *wrapped])
+    return "\n".join([*_table(rows, line_length), *(fold(p, line_length) for p in paragraphs)])
 
 
 def _row(
@@ -210,13 +210,6 @@ def _mebibytes(tensors: Sequence[Tensor]) -> str:
     return f"{size:.2f} MiB" if size >= 1 or not size else f"{size:.2g} MiB"
 
 
-def _wrap(line: str, width: Optional[int]) -> str:
-    if width is None or len(line) <= width:
-        return line
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
-
-
 def _table(rows: Sequence[Sequence[str]], line_length: Optional[int]) -> List[str]:
     """Head, rule, rows, rule; notes are a column if there is room, else lines of their own."""
     widths = [max(len(row[i]) for row in (_HEAD, *rows)) for i in range(len(_HEAD))]
@@ -231,7 +224,7 @@ def _table(rows: Sequence[Sequence[str]], line_length: Optional[int]) -> List[st
     for row in rows:
         lines += _lines(row, widths)
         if below and row[-1]:
-            lines.append(_wrap(f"    {row[-1]}", line_length))
+            lines.append(fold(f"    {row[-1]}", line_length))
     rule = "-" * max(len(line) for text in (*head, *lines) for line in text.splitlines())
     return [*head, rule, *lines, rule]
 

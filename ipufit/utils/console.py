@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import warnings
-from typing import Any, List, Literal, Mapping, Optional, Type, Union, cast
+from typing import Any, List, Literal, Mapping, Optional, TextIO, Tuple, Type, Union, cast
 
 from ipufit.errors import ConfigurationError
 
@@ -21,6 +21,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 _MOST_COLUMNS = 100  # of a paragraph in a wide terminal
+_COLUMNS, _ROWS = 80, 11  # of a terminal that does not say how large it is
 
 # Blocks of ours are entered through contextlib.
 # Python skips no file whose whole name is the prefix.
@@ -104,7 +105,40 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n".join(lines).replace("\xa0", " ") + "\n\n"
 
 
-_wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)
+# A path that is longer than a line can be copied as it is.
+_wrap = functools.partial(textwrap.wrap, break_on_hyphens=False, break_long_words=False)
+
+
+def fold(text: str, columns: Optional[int]) -> str:
+    """Break the lines of a text between words: the last cell of a row of a table in its column.
+
+    Args:
+        text: rows have two spaces between cells.
+        columns: that a line may have; None for any number.
+    """
+    if columns is None:
+        return text
+    lines: List[str] = []
+    for line in text.splitlines():
+        cell, begin = line.rfind("  ") + 2, len(line) - len(line.lstrip())
+        indent = " " * min(max(cell, begin + 4), columns // 2)
+        lines += _wrap(line, columns, subsequent_indent=indent) or [""]
+    return "\n".join(lines)
+
+
+def terminal_size(stream: Optional[TextIO]) -> Tuple[Optional[int], int]:
+    """Return how many columns a line may have, and how many lines are seen at once.
+
+    What is no terminal has any number of columns, None, and one line.
+    """
+    if stream is None or not stream.isatty():
+        return None, 1
+    try:
+        columns, rows = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        columns, rows = _COLUMNS, _ROWS
+    # In the last column some terminals begin a new line.
+    return (columns or _COLUMNS) - 1, max(rows - 1, 1)
 
 
 def _is_example(line: str) -> Union[bool, str]:
@@ -144,7 +178,8 @@ def resolve_verbose(verbose: object) -> VerboseLevel:
 def say(text: str) -> None:
     """Print a line where the progress is shown, without breaking what is drawn there."""
     # What a notebook gets by stderr looks like an error.
-    print(text, file=sys.stderr if notebook_shell() is None else sys.stdout, flush=True)
+    stream = sys.stderr if notebook_shell() is None else sys.stdout
+    print(fold(text, terminal_size(stream)[0]), file=stream, flush=True)
 
 
 def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:

@@ -19,6 +19,7 @@ from types import FrameType, FunctionType, MethodType, TracebackType
 from typing import Callable, Dict, Iterator, List, Optional, Type, Union
 
 from ipufit.errors import ConfigurationError
+from ipufit.utils.console import fold, terminal_size
 
 _Handler = Callable[[int, Optional[FrameType]], object]
 _START = multiprocessing.process.BaseProcess.start.__code__
@@ -128,7 +129,7 @@ def summarized_interrupt(describe: Callable[[KeyboardInterrupt], str]) -> Iterat
     except KeyboardInterrupt as error:
         error.args = error.args or (describe(error),)
         text = f"ipufit: {error}"
-        error.__dict__[_TEXT] = lambda: [text]
+        error.__dict__[_TEXT] = lambda: [fold(text, terminal_size(sys.stderr)[0])]
         if not isinstance(sys.excepthook, _ExceptHook):
             sys.excepthook = _ExceptHook(sys.excepthook)
         raise

@@ -242,6 +242,7 @@ of(
     depth=With(0, 3, stages=2),
     batches=(None, 5),
 )
+of("Plan.explain", Plan(**SIZES).explain, columns=(100, 40))
 of(
     "Plan.make",
     lambda **options: Plan.make(**{"micro_batch_size": 2, **options}).explain(),

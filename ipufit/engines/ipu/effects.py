@@ -7,10 +7,10 @@ in no table would be ignored in silence, so each of them has a row.
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 from ipufit.processes import current
+from ipufit.utils.console import fold
 
 EXACT, APPROXIMATED, NONE = "exact", "approximated", "no effect here"
 ENGINES = ("embedded", "ipu", "ipu-standin")
@@ -66,7 +66,7 @@ class EffectReport:
         lines = [f"{self.source} on engine {self.engine!r}"]
         for kind in (EXACT, APPROXIMATED, NONE):
             lines += [f"{kind}:", *(f"  {effect}" for effect in self.of(kind))]
-        return "\n".join([*lines, *self._notes()])
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def in_short(self, hint: str = "") -> str:
         """Write the names by kind; of what was set and does not hold exactly, also why.
@@ -78,18 +78,10 @@ class EffectReport:
         for kind in (EXACT, APPROXIMATED, NONE):
             effects = self.of(kind)
             names = ", ".join(effect.name for effect in effects)
-            lines.append(_wrapped(f"  {kind}: {names or 'none'}"))
+            lines.append(f"  {kind}: {names or 'none'}")
             if kind != EXACT:
-                lines += [_wrapped(f"    {effect}") for effect in effects if effect.is_set]
-        return "\n".join([*lines, *self._notes()])
-
-    def _notes(self) -> Iterable[str]:
-        return (_wrapped(f"note: {note}") for note in self.notes)
-
-
-def _wrapped(text: str) -> str:
-    indent = " " * (len(text) - len(text.lstrip()) + 4)
-    return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
+                lines += [f"    {effect}" for effect in effects if effect.is_set]
+        return fold("\n".join([*lines, *(f"note: {note}" for note in self.notes)]), 100)
 
 
 # Parameters of an IPUConfig
