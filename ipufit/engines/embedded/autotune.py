@@ -7,6 +7,7 @@ import collections
 import functools
 import math
 import os
+import re
 import time
 from typing import Callable, Dict, Generic, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
@@ -34,6 +35,9 @@ _COMPILATION, _SURELY = 20.0, 2.0
 # What compiling may save: seconds of each recorded operator, which is what it costs to call one,
 # and no larger share of the time.
 _CALL, _LARGEST_SHARE = 5e-6, 0.7
+
+# A number in a sentence, and how many shapes of batches are listed.
+_FIGURE, _SHOWN = re.compile(r"\b\d+(?:\.\d+)?\b"), 3
 
 # Runs the next update compiled (or recorded, for None), takes it back, and returns its seconds.
 Trial = Callable[[Optional[CompiledPart]], float]
@@ -204,16 +208,20 @@ class _WayByKind(UpdateWay, Generic[OfKind]):
 
     def explain(self) -> List[str]:
         """Describe in sentences how updates run, and of which shapes where these differ."""
-        kinds: Dict[str, List[_Kind]] = {}
+        # Sentences that are equal but for figures.
+        alike: Dict[str, Dict[_Kind, str]] = {}
         for kind, each in self._by_kind.items():
             for line in each.explain():
-                kinds.setdefault(line, []).append(kind)
+                alike.setdefault(_FIGURE.sub("#", line), {})[kind] = line
         lines = []
-        for line, of in kinds.items():
+        for of in alike.values():
+            line = _in_one(list(of.values()))
             alone = {kind.settings is None for kind in of}
             is_all = all(kind in of for kind in self._by_kind if (kind.settings is None) in alone)
-            shapes = "; ".join(dict.fromkeys(self._shapes[kind] for kind in of))
-            lines.append(line if is_all else f"Batches of {shapes}: {line}")
+            shapes = list(dict.fromkeys(self._shapes[kind] for kind in of))
+            count = f"{len(shapes)} shapes, such as " if len(shapes) > _SHOWN else ""
+            which = f"Batches of {count}{'; '.join(shapes[:_SHOWN])}: "
+            lines.append(line if is_all else which + line)
         return lines
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
@@ -295,6 +303,14 @@ class _WayByKind(UpdateWay, Generic[OfKind]):
         """Stop compiling, and let go of the tensors; safe twice."""
         for each in self._by_kind.values():
             each.close()
+
+
+def _in_one(sentences: Sequence[str]) -> str:
+    """Write sentences that differ in figures alone as one, with the range of each figure."""
+    columns = zip(*map(_FIGURE.findall, sentences))
+    ends = [(min(each, key=float), max(each, key=float)) for each in columns]
+    ranges = iter([least if least == most else f"{least} to {most}" for least, most in ends])
+    return _FIGURE.sub(lambda figure: next(ranges), sentences[0])
 
 
 class CompiledWay(_WayByKind[CompiledPart]):

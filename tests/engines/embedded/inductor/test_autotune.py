@@ -112,6 +112,52 @@ def test_what_was_kept_is_used_from_the_first_update_on():
     assert tuner.explain() == ["Compiled updates take 0.50 of the time, and are kept."]
 
 
+class Explained:
+    """A part of the training that says how it runs."""
+
+    jit = None
+
+    def __init__(self, *lines):
+        self.explain = lambda: list(lines)
+
+
+def explained(lines):
+    """How a way is explained whose updates of these shapes say these lines."""
+    way = autotune.CompiledWay(None, None, None, None)
+    for shape, line in lines.items():
+        kind = autotune._Kind(object(), (1,))
+        way._by_kind[kind], way._shapes[kind] = Explained(*line), shape
+    return way.explain()
+
+
+KEPT = "Compiled updates take {} of the time, and are kept."
+LEFT = "Compiled updates take {} of the time, and are not used."
+
+
+def test_shapes_that_differ_in_figures_alone_are_one_sentence():
+    """A net that sees texts of forty lengths had forty lines."""
+    shapes = [f"(8, {length})" for length in range(40)]
+    took = [f"0.{10 + (7 * place) % 40}" for place in range(40)]
+    lines = {shape: [KEPT.format(time)] for shape, time in zip(shapes, took)}
+    assert explained(lines) == [KEPT.format("0.10 to 0.49")]
+    lines.update({shape: [LEFT.format("0.97")] for shape in shapes[::3]})
+    lines[shapes[1]] = []
+    assert explained(lines) == [
+        f"Batches of 14 shapes, such as (8, 0); (8, 3); (8, 6): {LEFT.format('0.97')}",
+        f"Batches of 25 shapes, such as (8, 2); (8, 4); (8, 5): {KEPT.format('0.11 to 0.49')}",
+    ]
+
+
+def test_a_few_shapes_are_all_listed():
+    """And what runs in another way has a sentence of its own."""
+    failed = ["Updates run as recorded, not compiled: no compiler."]
+    lines = {"(8, 2)": [KEPT.format("0.5")], "(8, 3)": failed, "(8, 4)": [KEPT.format("0.5")]}
+    assert explained(lines) == [
+        f"Batches of (8, 2); (8, 4): {KEPT.format('0.5')}",
+        f"Batches of (8, 3): {failed[0]}",
+    ]
+
+
 def test_what_was_measured_once_holds_for_the_process():
     library, tried = Library(kept=True), []
     run(library, (0.1, 0.05), to_come=1000, tried=tried)

@@ -645,7 +645,7 @@ def test_updates_of_every_shape_are_compiled(described):
     assert len(set(map(id, described.alone))) == 3
     assert sorted(reasons(engine)) == [TOGETHER, ALONE]
     for number, part in enumerate(engine.training.way._by_kind.values()):
-        part.origin = f"described {number} times"
+        part.origin = f"described as {'abcde'[number]}"
     shapes = [line.partition(": ")[0] for line in reasons(engine)]
     long, short, fewer = (f"Batches of ({n}, {t}), ({n}, 2)" for n, t in ((4, 5), (4, 3), (2, 3)))
     assert sorted(shapes) == [fewer, short, short, long, long]
