@@ -15,7 +15,7 @@ from ipufit.core.logged_values import Entries, LogRule, collecting, merge_rules
 from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
-from ipufit.errors import CaptureError, LossError
+from ipufit.errors import CaptureError, ConfigurationError, LossError
 from ipufit.losses import Loss, LossFacts, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
@@ -34,7 +34,7 @@ from ipufit.tracing.validate import (
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import PLAIN, call_with, device_of, eval_mode, train_mode
+from ipufit.utils.state import PLAIN, call_with, device_of, eval_mode, train_mode, version_of
 
 __all__ = [
     "Evaluated",
@@ -359,6 +359,14 @@ class MicroBatchStep(abc.ABC):
         self.structure = example.structure
         self.names = [*self.trained, *self.fixed]
         self._trains = self.layout is not None
+        for name, tensor in self.step.tensors().items() if self._trains else ():
+            if version_of(tensor) is None:
+                raise ConfigurationError(
+                    "training needs tensors that torch can change and differentiate with, but "
+                    f"{public_name(name)!r} was made under torch.inference_mode(). Make or load "
+                    "module and loss outside of that block, or pass copy.deepcopy of them, whose "
+                    "tensors are clones."
+                )
         # Whether the loss takes gradients itself.
         self._differentiates = self.step.loss is not None and self.step.loss.differentiates
         self.hints: Dict[str, None] = {}
@@ -530,7 +538,8 @@ class GradStep(MicroBatchStep):
         parameters = self.step.named_parameters()
         roots = self.trained if self._trains else [n for n, p in parameters if p.requires_grad]
         for name in roots:
-            state[name] = state[name].detach().requires_grad_()
+            if not state[name].is_inference():
+                state[name] = state[name].detach().requires_grad_()
         return state
 
     def _call(self, batch: Sequence[tree.Tree], state: Mapping[str, Tensor]) -> Evaluated:

@@ -39,7 +39,7 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import draw_seed, isolated
-from ipufit.utils.state import device_of
+from ipufit.utils.state import device_of, version_of
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
@@ -148,7 +148,7 @@ class Session:
         """Another value after any change of the parameters, by whomever."""
         program = self._training
         updates = self.updates if program is None else program.updates
-        in_place = [p._version for p in self.module.parameters() if not p.is_inference()]
+        in_place = [version_of(parameter) for parameter in self.module.parameters()]
         return updates, program, self._runs, self._swaps, in_place
 
     def swap_averages(self) -> None:

@@ -425,7 +425,10 @@ def _is_equal(before: object, now: object) -> bool:
 
 def version_of(value: object) -> Optional[int]:
     """How often a tensor was changed in place; None where torch does not count that."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+    try:
+        return value._version if isinstance(value, Tensor) else None
+    except RuntimeError:
+        return None  # made in inference mode, whatever its data is now
 
 
 def _is_written(tensor: Tensor, version: Optional[int], value: Optional[Tensor]) -> bool:

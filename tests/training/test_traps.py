@@ -636,6 +636,61 @@ def test_fit_in_inference_mode_is_refused():
     )
 
 
+def made_in_inference_mode(kind):
+    """A net of which a layer, or a buffer, was made where torch keeps no gradients."""
+    with torch.inference_mode():
+        layer, scale = nn.Linear(4, 4), torch.ones(4)
+    if kind == "converted":
+        layer.double().float()
+    if kind == "buffer":
+        layer = nn.Linear(4, 4)
+        layer.register_buffer("scale", scale)
+    if kind != "trained":
+        layer.requires_grad_(False)
+    return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 3))
+
+
+INFERENCE = (
+    "training needs tensors that torch can change and differentiate with, but '1.{}' was made "
+    "under torch.inference_mode(). Make or load module and loss outside of that block, or pass "
+    "copy.deepcopy of them, whose tensors are clones."
+)
+
+
+@pytest.mark.both_engines
+@pytest.mark.parametrize("kind", ["frozen", "trained", "converted", "buffer"])
+@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
+def test_tensors_made_in_inference_mode_are_refused_in_one_way(kind, eager):
+    """torch has other words for each way, none of which names the tensor; check advised eager."""
+    net = made_in_inference_mode(kind)
+    before = net[2].weight.detach().clone()
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+
+    def of(module):
+        model = ipufit.Model(module, engine="embedded")
+        model.compile("sgd", "mse", run_eagerly=eager)
+        return model
+
+    text = INFERENCE.format("scale" if kind == "buffer" else "weight")
+    assert message(of(net).fit, x, y, batch_size=4, verbose=0) == text
+    assert message(of(net).check, (x, y)) == text
+    of(copy.deepcopy(net)).fit(x, y, batch_size=4, verbose=0)
+    assert torch.equal(before, net[2].weight)
+
+
+@pytest.mark.both_engines
+@pytest.mark.parametrize("kind", ["frozen", "trained", "buffer"])
+def test_tensors_made_in_inference_mode_predict(kind):
+    """As in torch, which needs no gradients for that."""
+    net, x = made_in_inference_mode(kind), torch.randn(8, 4)
+    model = ipufit.Model(net, engine="embedded")
+    model.compile("sgd", "mse")
+    with torch.no_grad():
+        expected = net(x)
+    torch.testing.assert_close(model.predict(x, verbose=0), expected)
+    assert model.evaluate(x, expected, verbose=0)["loss"] == pytest.approx(0, abs=1e-12)
+
+
 @pytest.mark.long
 def test_recordings_do_not_grow_without_bound():
     """A service that predicts on ever new shapes must not run out of memory."""
