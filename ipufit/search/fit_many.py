@@ -210,7 +210,8 @@ def fit_alike(
             alone.append((result, str(error)))
     groups: List[_Group] = []
     for kind, alike in kinds:
-        differ = [_differences(kind, other) for other, _ in kinds if other is not kind]
+        others = [other for other, _ in kinds if other is not kind]
+        differ = [[n for n in {**kind, **other} if kind.get(n) != other.get(n)] for other in others]
         names = min(differ, key=len, default=["structure"])
         reason = f"no other model has the same {', '.join(names[:3])}"
         try:
@@ -230,10 +231,6 @@ def fit_alike(
         group.title = f"group {number} of {len(groups)}, " if len(groups) > 1 else ""
         group.train(shows)
     return alone
-
-
-def _differences(kind: Mapping[str, object], other: Mapping[str, object]) -> List[str]:
-    return [name for name in {**kind, **other} if kind.get(name) != other.get(name)]
 
 
 def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> List[FitResult]:

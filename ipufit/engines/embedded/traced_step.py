@@ -16,7 +16,6 @@ from ipufit.tracing.validate import find_unregistered, rebound_error
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import version_of
 
 
 @contextlib.contextmanager
@@ -86,7 +85,7 @@ class EagerStep(MicroBatchStep):
         state = dict(zip(self.names, tensors))
         self.indices = {}
         moved = []
-        versions = {name: version_of(parameter) for name, parameter in self._parameters.items()}
+        versions = {name: parameter._version for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != state[name].data_ptr():
                 moved.append((parameter, parameter.data))
@@ -106,7 +105,7 @@ class EagerStep(MicroBatchStep):
                 is_other = data.data_ptr() != tensor.data_ptr() and _copy_alike(data, tensor)
                 if is_other:
                     parameter.data = tensor
-                if is_other or version_of(parameter) != versions[name]:
+                if is_other or parameter._version != versions[name]:
                     self.written.add(name)
             for parameter, data in moved:
                 parameter.data = data
