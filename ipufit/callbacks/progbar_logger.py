@@ -392,7 +392,7 @@ class _Terminal(_Display):
             return
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is not None and stream.isatty():
+            if terminal_size(stream)[0]:
                 above = _Above(stream, self)
                 self._replaced.append((name, stream, above))
                 setattr(sys, name, above)
@@ -554,7 +554,7 @@ def _make_display(verbose: Progress) -> _Display:
         return _Notebook(shell)
     if verbose == "rich":
         return _Rich()
-    is_terminal = stream is not None and stream.isatty()
+    is_terminal = terminal_size(stream)[0] is not None
     is_dumb = is_terminal and os.environ.get("TERM") == "dumb"
     # The switch of tqdm's for all bars of a process.
     if verbose == 2 or stream is None or is_dumb or os.environ.get("TQDM_DISABLE", "0") != "0":

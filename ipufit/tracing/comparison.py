@@ -211,9 +211,8 @@ class Comparison(TextReport):
 
     def as_dict(self) -> Dict[str, object]:
         """Return everything as plain numbers, texts, lists and dicts."""
-        values = dataclasses.asdict(self)
-        values["differences"] = [dataclasses.asdict(each) for each in self.differences]
-        return {"ok": self.ok, **values}
+        differences = [*map(dataclasses.asdict, self.differences)]
+        return {"ok": self.ok, **dataclasses.asdict(self), "differences": differences}
 
     def __str__(self) -> str:
         with_what = _REFERENCES[self.reference]

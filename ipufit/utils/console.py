@@ -131,10 +131,12 @@ def terminal_size(stream: Optional[TextIO]) -> Tuple[Optional[int], int]:
 
     What is no terminal has any number of columns, None, and one line.
     """
-    if stream is None or not stream.isatty():
-        return None, 1
     try:
+        if stream is None or not stream.isatty():
+            return None, 1
         columns, rows = os.get_terminal_size(stream.fileno())
+    except AttributeError:  # an object that can only write
+        return None, 1
     except (OSError, ValueError):
         columns, rows = _COLUMNS, _ROWS
     # In the last column some terminals begin a new line.
@@ -164,7 +166,7 @@ def resolve_verbose(verbose: object) -> VerboseLevel:
     if verbose in ("auto", "rich"):
         if notebook_shell() is not None:
             return 1
-        if not sys.stderr.isatty():
+        if terminal_size(sys.stderr)[0] is None:
             return 2
         return 1 if verbose == "auto" else "rich"
     if verbose in (0, 1, 2) and isinstance(verbose, int):

@@ -143,3 +143,27 @@ def test_the_sentence_of_ctrl_c_breaks_no_word(monkeypatch):
     lines = printed(80, monkeypatch, "stderr", end)
     assert " ".join(lines).split() == ["ipufit:", *text.split()]
     assert [len(line) < 80 for line in lines] == [True, True]
+
+
+class Tee:
+    """A stream as many programs put in the place of one: it can write, and nothing else."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_a_stream_that_can_only_write_is_no_terminal(monkeypatch):
+    trained, x, y = model(), torch.randn(40, 20), torch.randint(0, 4, (40,))
+    tees = {name: Tee() for name in ("stdout", "stderr")}
+    for name, tee in tees.items():
+        monkeypatch.setattr(sys, name, tee)
+    trained.fit(x, y, epochs=2)
+    trained.explain()
+    assert "epoch 2/2: 2 updates, loss=" in tees["stderr"].text
+    assert tees["stdout"].text.startswith("Plan for training")

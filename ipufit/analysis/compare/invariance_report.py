@@ -100,8 +100,7 @@ class InvarianceReport(TextReport):
     def as_dict(self) -> Dict[str, Any]:
         """Return the report as plain numbers, texts, lists and dicts."""
         values = dataclasses.asdict(self)
-        values["settings"] = [dataclasses.asdict(each) for each in self.settings]
-        values["causes"] = [dataclasses.asdict(each) for each in self.causes]
+        values.update({name: [*values[name]] for name in ("settings", "causes")})
         return {"ok": self.ok, **values}
 
     def __str__(self) -> str:
