@@ -15,6 +15,7 @@ from tests.engines.embedded.test_lowerings import (
     all_kernels,
     fitted,
     later_process,
+    needs_onednn,
 )
 
 __all__ = ["all_kernels", "later_process"]
@@ -167,10 +168,12 @@ def test_a_fit_has_the_numbers_of_either_way(first, worth, way, later_process, m
         torch.testing.assert_close(model.module.state_dict()[name], value, rtol=1e-3, atol=1e-4)
     assert history.params["jit"] == way
     said = engine.explain(model._session.config, {})[0]
-    assert said.startswith("Runs the graph as it was" if way == "graph" else "Runs 3 matrix prod")
+    assert "10 convolutions and poolings with channels last" in said
+    assert said.startswith("Runs the graph as it was recorded: ") == (way == "graph")
     assert set(timing.measured_choices().values()) == {way}
 
 
+@needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 def test_timing_changes_no_random_number(later_process, monkeypatch):
     times_at_once(monkeypatch, "graph", 0.0)

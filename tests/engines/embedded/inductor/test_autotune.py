@@ -20,7 +20,7 @@ from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.engines.embedded.inductor.test_inductor import Made
-from tests.engines.embedded.test_lowerings import all_kernels
+from tests.engines.embedded.test_lowerings import all_kernels, needs_onednn
 from tests.fitting import assert_close, assert_equal
 from tests.nets import MLP, data
 from tests.training.test_shapes import Pooled, sequences
@@ -382,6 +382,7 @@ def test_a_tail_is_compiled_where_enough_of_them_are_to_come(epochs, expected, b
     assert begun == expected
 
 
+@needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 @pytest.mark.parametrize(("accumulated", "waits"), [(1, True), (2, False)])
 def test_compiling_waits_for_kernels_that_are_timed_in_training(
