@@ -263,7 +263,7 @@ def test_frames_of_polars_are_arrays():
     columns = {"a": X[:, 0], "b": Y.astype("int8"), "c": Y > 1}
     columns.update(d=X[:, 1], e=X[:, 2].astype("float64"), f=Y.astype("uint16"))
     plain = np.stack([np.asarray(column, "float64") for column in columns.values()], 1)
-    with only_warned(*2 * [said("prediction data", INPUT.format("float64"))]):
+    with only_warned(said("prediction data", INPUT.format("float64"))):
         outputs = model.predict(polars.DataFrame(columns), verbose=0)
         assert torch.equal(outputs, model.predict(plain, verbose=0))
 
