@@ -98,8 +98,6 @@ class DataAdapter:
         self._worker: Optional[Tuple[int, int]] = None
         self._has_yielded = False
         self._being_read: object = None
-        # Stands for the present pass, over a loader that no other one may read meanwhile.
-        self._claim: object = None
         self._reader: Optional[LoaderReader] = None
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
@@ -312,11 +310,12 @@ class DataAdapter:
                 "read; torch would end the first iteration early, and samples would be lost. "
                 "Use a second DataLoader over the same dataset."
             )
-        self._claim = claim = object() if exclusive else None
+        # Stands for this pass, also when it is given up and a later one has begun.
+        claim = object() if exclusive else None
         if exclusive:
             _BEING_READ[loader] = claim
         try:
-            yield from self._read(loader, stream, horizon or ReadAhead(), portion)
+            yield from self._read(loader, stream, horizon or ReadAhead(), portion, claim)
         finally:
             if exclusive and _BEING_READ.get(loader) is claim:
                 del _BEING_READ[loader]
@@ -327,6 +326,7 @@ class DataAdapter:
         stream: DataStream,
         horizon: ReadAhead,
         portion: Optional[RankShard],
+        claim: object,
     ) -> Iterator[RawBatch]:
         iterator: object = None
         index = rows_read = 0
@@ -391,7 +391,7 @@ class DataAdapter:
                 and (is_interrupted(sys.exc_info()[1]) or loaders.has_lost_worker(finished))
             ):
                 # Those of a later pass are not ours.
-                if _BEING_READ.get(loader) is self._claim:
+                if _BEING_READ.get(loader) is claim:
                     forget_workers(loader)
                 loaders.end_workers(finished)
             del finished

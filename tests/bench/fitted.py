@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Sequence
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ def seconds_of_epochs(
     x: Any,
     y: Any,
     clock: Callable[[], float] = time.perf_counter,
+    more: Sequence[Callback] = (),
     **how: Any,
 ) -> Callable[[int], Any]:
     """Fits for a number of epochs, as the arguments of ``fit`` say, and tells the time of each."""
@@ -54,7 +55,7 @@ def seconds_of_epochs(
     def rounds(epochs: int) -> List[float]:
         marks = Marks(clock)
         given = {"shuffle": False, "verbose": 0, "seed": 0, **how}
-        model.fit(x, y, epochs=epochs, callbacks=[marks], **given)
+        model.fit(x, y, epochs=epochs, callbacks=[marks, *more], **given)
         return marks.epochs
 
     return rounds
@@ -76,13 +77,8 @@ def until_settled(model: ipufit.Model, x: Any, y: Any, **how: Any) -> Callable[[
     What was chosen and compiled is kept for a later process.
     """
 
-    def rounds(epochs: int) -> List[float]:
-        given = {"shuffle": False, "verbose": 0, "seed": 0, **how}
-        start = time.perf_counter()
-        model.fit(x, y, epochs=10**7, callbacks=[_Settled()], **given)
-        return [time.perf_counter() - start]
-
-    return rounds
+    rounds = seconds_of_epochs(model, x, y, more=[_Settled()], **how)
+    return lambda epochs: [sum(rounds(10**7))]
 
 
 def first_losses(model: ipufit.Model, batches: Batches) -> List[float]:

@@ -8,6 +8,7 @@ import torch
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.utils import state as state_module
 from tests.checkpoint.test_resume import Case, assert_same, state
 from tests.fitting import skipping_refusals
 from tests.nets import CNN, MLP
@@ -59,12 +60,32 @@ def test_two_fits_in_two_threads_have_the_bits_of_two_in_turn(tmp_path):
         assert_same(made[number], wanted)
 
 
+class Turns(threading.Condition):
+    """Notes that a thread has to wait for its turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait(self, timeout=None):
+        self.waits.set()
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """By which threads take turns."""
+    turns = Turns()
+    monkeypatch.setattr(state_module, "_CHANGE", turns)
+    return turns
+
+
 class StartsAnother(Callback):
     """Calls ``predict`` of the same model in another thread, as a server of predictions does."""
 
-    def __init__(self, model, x):
+    def __init__(self, model, x, turns=None):
         super().__init__()
-        self.predicting, self.x = model, x
+        self.predicting, self.x, self.turns = model, x, turns
         self.came = []
         self.thread = threading.Thread(target=self.predict)
 
@@ -76,7 +97,7 @@ class StartsAnother(Callback):
 
     def on_predict_begin(self, logs=None):
         self.thread.start()
-        self.thread.join(0.2)
+        assert self.turns.waits.wait(60)
         assert self.came == []
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -97,12 +118,12 @@ def normalized():
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_threads_take_turns_to_predict_with_a_model(is_compiled):
+def test_threads_take_turns_to_predict_with_a_model(is_compiled, turns):
     """Some results were tensors of a recording, or those of train mode, which it then stayed in."""
     model = normalized()
     if is_compiled:
         model.compile("sgd", "cross_entropy")
-    other = StartsAnother(model, X)
+    other = StartsAnother(model, X, turns)
     outputs = model.predict(X, callbacks=other, batch_size=2, verbose=0)
     other.thread.join()
     assert model.module.training
@@ -111,10 +132,10 @@ def test_threads_take_turns_to_predict_with_a_model(is_compiled):
     torch.testing.assert_close(other.came[0], expected)
 
 
-def test_threads_take_turns_to_run_a_layer_of_two_models():
+def test_threads_take_turns_to_run_a_layer_of_two_models(turns):
     """A recording of one model has put others in the place of the layer's weights."""
     model = normalized()
-    other = StartsAnother(ipufit.Model(torch.nn.Sequential(model.module[0])), X)
+    other = StartsAnother(ipufit.Model(torch.nn.Sequential(model.module[0])), X, turns)
     outputs = model.predict(X, callbacks=other, batch_size=2, verbose=0)
     other.thread.join()
     torch.testing.assert_close(outputs, normalized().module.eval()(X))
