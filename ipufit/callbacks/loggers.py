@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -11,7 +12,20 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import IO, Any, Callable, Dict, List, Literal, Mapping, Optional, Sequence, Tuple, Union
+from typing import (
+    IO,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Literal,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from ipufit.callbacks import callback
 from ipufit.callbacks.learning_rate import log_rates
@@ -41,21 +55,32 @@ def _plain(value: Union[str, float, None]) -> Union[str, float, None]:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
+@contextlib.contextmanager
+def _name_file(owner: callback.Callback, path: str) -> Iterator[None]:
+    """Name the file of a logger where the disk refuses it.
+
+    Raises:
+        ConfigurationError: the block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"{type(owner).__name__} writes to {path!r}, but it can't: {error}. Free some space or "
+            "choose another filename."
+        ) from error
+
+
 def _check_file(owner: callback.Callback, path: str) -> None:
     """Make the folder of a file that a logger writes to; nothing is written yet.
 
     Raises:
         ConfigurationError: the file can't be written.
     """
-    try:
+    with _name_file(owner, path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(path, "a", encoding="utf-8"):
             pass
-    except OSError as error:
-        raise ConfigurationError(
-            f"{type(owner).__name__} writes to {path!r}, but it can't: {error}. Choose another "
-            "filename."
-        ) from error
 
 
 def _check_length(owner: callback.Callback, path: str, unit: str, length: int, wanted: int) -> None:
@@ -196,7 +221,7 @@ class CSVLogger(callback.Callback):
     def _rewrite(self, columns: List[str], rows: Sequence[Mapping[str, str]]) -> None:
         """Put the table in place at once, so that no row can be lost."""
         self._columns, self._rows = columns, len(rows)
-        with replace_file(self.filename) as part, open(
+        with _name_file(self, self.filename), replace_file(self.filename) as part, open(
             part, "w", newline="", encoding="utf-8"
         ) as file:
             writer = self._writer(file)
@@ -213,7 +238,9 @@ class CSVLogger(callback.Callback):
         if new:
             before = self._columns
             self._rewrite([*before, *new], self._read())
-        with open(self.filename, "a", newline="", encoding="utf-8") as file:
+        with _name_file(self, self.filename), open(
+            self.filename, "a", newline="", encoding="utf-8"
+        ) as file:
             self._writer(file).writerow(row)
         self._rows += 1
 
@@ -261,9 +288,10 @@ class JSONLinesLogger(UpdateLogger):
             "update": self._count.done,
             **values,
         }
-        self._opened.write(_to_json_line(record) + "\n")
-        # Whoever reads along, or finds the file after a crash, has every line.
-        self._opened.flush()
+        with _name_file(self, self.filename):
+            self._opened.write(_to_json_line(record) + "\n")
+            # Whoever reads along, or finds the file after a crash, has every line.
+            self._opened.flush()
 
     def on_train_begin(self, logs: Optional[callback.Logs] = None) -> None:
         """Open the file, and keep its lines if they should stay."""
@@ -299,7 +327,9 @@ class JSONLinesLogger(UpdateLogger):
     def close(self) -> None:
         """Close the file, if it is open."""
         if self._file is not None:
-            self._file.close()
+            # A line that the disk has refused is tried, and named, once.
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
 
 

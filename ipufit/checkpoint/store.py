@@ -324,10 +324,11 @@ class Store:
             self._make_folder(parent)
         try:
             self._files.make_folder(path)
-        except FileExistsError:
-            # Another thread was faster.
+        except FileExistsError as error:
+            # Another thread was faster, or it is a file.
             if not os.path.isdir(path):
-                raise
+                text = f"{path!r} is not a folder"
+                raise NotADirectoryError(errno.ENOTDIR, text) from error
         self._files.sync_folder(parent)
 
     def _sweep(self) -> None:

@@ -34,6 +34,7 @@ from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
 from ipufit.metrics.metric_set import MetricSet, random_like
 from ipufit.utils import tree
 from ipufit.utils.console import is_fault_of_ours, warn_user
+from ipufit.utils.interrupts import defer_signals
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -352,18 +353,20 @@ def wrap_batch_errors(explainer: FailureExplainer, sample: MicroBatch) -> Iterat
     Raises:
         DataError, LossError, CaptureError: they can't take it.
     """
-    try:
-        with explainer.explained([sample], None):
-            yield
-    except Exception as error:
-        if isinstance(error, IpufitError) or is_fault_of_ours(error):
-            raise
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.tensors)
-        raise DataError(
-            f"{explainer.role} must be able to run module and loss on the batch, whose tensors "
-            f"have shape {shapes}, but that fails: {brief_error(error)}. Pass a batch in the form "
-            "that fit takes."
-        ) from error
+    # What a signal's handler raises is no fault of the batch.
+    with defer_signals(interrupts=False, handlers=True):
+        try:
+            with explainer.explained([sample], None):
+                yield
+        except Exception as error:
+            if isinstance(error, IpufitError) or is_fault_of_ours(error):
+                raise
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.tensors)
+            raise DataError(
+                f"{explainer.role} must be able to run module and loss on the batch, whose "
+                f"tensors have shape {shapes}, but that fails: {brief_error(error)}. Pass a batch "
+                "in the form that fit takes."
+            ) from error
 
 
 def require_one_loss(loss: Loss, what: str) -> None:

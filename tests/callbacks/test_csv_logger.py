@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 
 import pytest
 
@@ -117,11 +118,31 @@ def test_what_it_can_not_write_is_known_before_training(tmp_path):
         f"{str(path)!r} is 'name'. Choose another filename or separator, or append=False.",
     )
     assert path.read_text() == "name,value\na,1\n"
-    with pytest.raises(ValueError, match="Choose another filename") as caught:
+    with pytest.raises(ValueError, match="choose another filename") as caught:
         fit(model, callbacks=[CSVLogger(tmp_path)])
     assert str(caught.value).startswith(f"CSVLogger writes to {str(tmp_path)!r}, but it can't: ")
     assert model.history.epoch == []
     assert CSVLogger(path).writes_files
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full disk of this system")
+def test_a_full_disk_is_named(tmp_path):
+    """The rows of earlier epochs are in the table."""
+    path = tmp_path / "log.csv"
+
+    def fill(told, epoch):
+        if epoch == 1:
+            shutil.copy(path, tmp_path / "kept")
+            path.unlink()
+            path.symlink_to("/dev/full")
+
+    logger = CSVLogger(path)
+    refused(
+        lambda: fit(compiled(), epochs=2, callbacks=[logger, Told(on_epoch_begin=fill)]),
+        f"CSVLogger writes to {str(path)!r}, but it can't: [Errno 28] No space left on device. "
+        "Free some space or choose another filename.",
+    )
+    assert len(table(tmp_path / "kept")) == 2
 
 
 @pytest.mark.parametrize("separator", ["", ", ", "\n", '"', 3])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -130,5 +131,17 @@ def test_a_wrong_argument_is_named(tmp_path):
         lambda: JSONLinesLogger("a", append=1),
         "append of JSONLinesLogger must be True or False, got 1.",
     )
-    with pytest.raises(ValueError, match="Choose another filename"):
+    with pytest.raises(ValueError, match="choose another filename"):
         fit(compiled(), callbacks=[JSONLinesLogger(tmp_path)])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full disk of this system")
+def test_a_full_disk_is_named():
+    """Once, and the file is closed."""
+    logger = JSONLinesLogger("/dev/full")
+    refused(
+        lambda: fit(compiled(), callbacks=[logger]),
+        "JSONLinesLogger writes to '/dev/full', but it can't: [Errno 28] No space left on device. "
+        "Free some space or choose another filename.",
+    )
+    assert logger._file is None

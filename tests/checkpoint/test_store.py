@@ -236,8 +236,8 @@ def test_a_folder_that_can_not_be_is_refused(tmp_path):
         store = Store(tmp_path / folder)
         refused(
             lambda store=store: store.write(name_of(3), {}, {}),
-            CANT.format(store.folder) + "File exists. Free some space or choose another folder; "
-            "earlier checkpoints are intact.",
+            CANT.format(store.folder) + f"{str(tmp_path / 'file')!r} is not a folder. Free some "
+            "space or choose another folder; earlier checkpoints are intact.",
         )
     refused(
         lambda: Store(tmp_path / "file").names(),

@@ -5,6 +5,7 @@ import itertools
 import json
 import linecache
 import random
+import signal
 import sys
 from typing import Callable, Dict
 
@@ -346,3 +347,23 @@ def test_what_only_an_ipu_can_run_is_the_finding():
         "Write what it computes elsewhere: ipufit.poptorch.register_custom_op('Cube', "
         "'ai.example', lambda x0: ...), which returns tensors like example_outputs."
     )
+
+
+def test_what_a_signals_handler_raises_is_no_finding():
+    """A time limit, say: it ends the check, as it would end anything else."""
+
+    def late(*args):
+        raise LookupError("time is up")
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            signal.raise_signal(signal.SIGTERM)
+            return super().forward(x)
+
+    model = compiled(Slow(4, 3))
+    before = signal.signal(signal.SIGTERM, late)
+    try:
+        with pytest.raises(LookupError, match="time is up"):
+            model.check((X, torch.arange(4) % 3))
+    finally:
+        signal.signal(signal.SIGTERM, before)
