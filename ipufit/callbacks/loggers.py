@@ -12,20 +12,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import (
-    IO,
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Literal,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import IO, Any, Callable, Dict, Iterator, List, Literal, Mapping, Optional, Tuple, Union
 
 from ipufit.callbacks import callback
 from ipufit.callbacks.learning_rate import log_rates
@@ -218,7 +205,7 @@ class CSVLogger(callback.Callback):
             self._columns = list(reader.fieldnames)
             return rows
 
-    def _rewrite(self, columns: List[str], rows: Sequence[Mapping[str, str]]) -> None:
+    def _rewrite(self, columns: List[str], rows: List[Dict[str, str]]) -> None:
         """Put the table in place at once, so that no row can be lost."""
         self._columns, self._rows = columns, len(rows)
         with _name_file(self, self.filename), replace_file(self.filename) as part, open(
