@@ -22,7 +22,7 @@
         └── UnrecoverableDeviceError      someone has to look at it
 
 Every message has three beats: what was expected, what came, what to do. docs/troubleshooting.md
-has them all as headings, with causes and cures.
+explains those that need more words, under headings with their texts.
 """
 
 from __future__ import annotations
