@@ -5,7 +5,7 @@ held out. Prints the accuracy on the held-out part (at least 0.97) and a confusi
 the curves to digits.png beside this file. Takes well under a minute on two cores; two runs print
 the same numbers.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/digits.py
 """
 

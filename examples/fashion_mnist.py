@@ -6,7 +6,7 @@ of Zalando's files; without a network, put the files there yourself. Any data se
 do, such as MNIST. Pictures are mapped from the file where that is not gzipped. Prints the accuracy
 on the test part, which must reach 0.8 after three epochs.
 
-    pip install ipufit
+    pip install .
     python examples/fashion_mnist.py --data data/fashion-mnist
 """
 

@@ -5,7 +5,7 @@ recorded program, 16 updates a call. Nothing is downloaded. Prints how far the p
 generator makes lie from the ring (0.15 at most, on average) and how many of its twelve sectors they
 reach (all of them). Takes well under a minute on two cores.
 
-    pip install ipufit
+    pip install .
     python examples/gan.py
 """
 

@@ -6,7 +6,7 @@ labels in each batch. It is trained, saved with save_pretrained, and read again.
 before (about 4, as if all characters were as likely), after (at most 1.0) and after reading (the
 same), and a line that the model writes. Takes under a minute on two cores.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/hugging_face.py
 """
 

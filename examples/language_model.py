@@ -6,7 +6,7 @@ learning rate warms up and falls from update to update. Prints what the model ma
 end, in bits per letter (at most 3.3; a letter drawn by frequency takes about 4.7), and a
 sample. Takes well under a minute on two cores.
 
-    pip install ipufit
+    pip install .
     python examples/language_model.py
 """
 

@@ -5,7 +5,7 @@ downloaded. A quarter is held out. Prints the accuracy on the held-out part (at 
 the module logged in the last epoch, and by how much the weights differ from those after Lightning's
 own fit (less than 1e-10). Takes well under a minute on two cores; two runs print the same numbers.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/lightning_module.py
 """
 

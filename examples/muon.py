@@ -2,6 +2,9 @@
 
 Trains on the text of Python's own `this` module, character by character, with "muon" and with
 "adamw", under one schedule, and prints the last losses and who trained what. Takes some seconds.
+
+    pip install .
+    python examples/muon.py
 """
 
 import codecs

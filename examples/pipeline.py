@@ -8,7 +8,7 @@ held-out part is at least 0.9. No IPU is needed: the embedded engine checks the 
 pipeline, and computes what the whole net would. Takes well under a minute on two cores; two runs
 print the same numbers.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/pipeline.py [folder]
 """
 

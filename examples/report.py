@@ -4,7 +4,7 @@ A convolutional net in four stages learns real digits, which ship with scikit-le
 downloaded. The page goes to the folder given, or to a temporary one: open report.html in a browser,
 and trace.json in Perfetto. Prints where the time went. Takes seconds.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/report.py [folder]
 """
 

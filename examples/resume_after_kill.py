@@ -5,7 +5,7 @@ it has written a few checkpoints, begins again with the same command, and compar
 those of a run that nobody disturbed. Real digits, which ship with scikit-learn; nothing is
 downloaded. Takes well under a minute on two cores.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/resume_after_kill.py
 """
 

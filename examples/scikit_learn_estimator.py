@@ -6,7 +6,7 @@ tried on a quarter that was held out. Prints the table of the search, the best s
 accuracy on the held-out part (at least 0.96). Takes under a minute on two cores; two runs print the
 same numbers.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/scikit_learn_estimator.py
 """
 

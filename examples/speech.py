@@ -7,7 +7,7 @@ sounds are made up: each digit holds its own spectrum for a few frames, in noise
 downloaded. Prints the share of held-out recordings without a mistake (at least 0.9). Takes well
 under a minute on two cores.
 
-    pip install ipufit
+    pip install .
     python examples/speech.py
 """
 

@@ -6,7 +6,7 @@ samples each, on one replica, so that one call makes 300 weight updates of 32 sa
 updates are then made one call at a time. Weights are equal to the last bit: how many updates a call
 makes is a matter of speed alone. Nothing is downloaded; takes seconds.
 
-    pip install ipufit
+    pip install .
     python examples/super_batches.py
 """
 

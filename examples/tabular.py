@@ -5,7 +5,7 @@ held out. Classes are weighted, early stopping keeps the best weights, and the a
 curve is torchmetrics', which is exact over batches of any size. Prints accuracy (at least 0.95) and
 AUROC (at least 0.98). Takes seconds.
 
-    pip install ipufit[examples]
+    pip install ".[examples]"
     python examples/tabular.py
 """
 

@@ -7,7 +7,7 @@ most 8), the accuracy on held-out docstrings (at least 0.7), and how many times 
 second there are as with all texts padded to the longest (at least 1.8). Takes well under a minute
 on two cores.
 
-    pip install ipufit
+    pip install .
     python examples/text_buckets.py
 """
 
