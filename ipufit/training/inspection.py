@@ -245,9 +245,9 @@ class InspectionMixin:
 
         One micro-batch runs through the graph of ``fit`` and through the module, with the same
         weights, buffers, data, random numbers and precision. Every operator of both passes, every
-        module's output, the loss, the gradients and the buffers are compared; then the graph with
-        the kernels or libraries that replace it. Nothing of the model changes. See
-        docs/diagnosis.md.
+        module's output, the loss, the gradients and the buffers are compared; then what runs in
+        place of the graph, such as other kernels, but not compiled updates. Nothing of the model
+        changes. See docs/diagnosis.md.
 
         Args:
             sample: a micro-batch as ``train_on_batch`` takes it, ``(inputs, target)``, or a loader,
