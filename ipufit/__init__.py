@@ -1,4 +1,7 @@
-"""A Keras-like fit library for PyTorch whose whole training step is one traced program."""
+"""A Keras-like fit library for PyTorch whose whole training step is one traced program.
+
+:class:`ipufit.Model` is where to begin; see docs/quickstart.md.
+"""
 
 from typing import Any
 
