@@ -231,8 +231,8 @@ def test_the_tree_of_errors_has_all_of_them_under_their_bases():
     assert found == set(ipufit.errors.__all__) - no_errors
 
 
-def templates():
-    """Every text in the source of the package; "\\0" stands for what is filled in."""
+def nodes():
+    """Every node in the source of the package, and the constants of its module by name."""
     for path in sorted((ROOT / "ipufit").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = {
@@ -243,12 +243,40 @@ def templates():
             and isinstance(node.value, ast.Constant)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                parts = [getattr(part, "value", None) for part in node.values]
-                parts = [constants.get(getattr(part, "id", None), part) for part in parts]
-                yield "".join(part if isinstance(part, str) else "\0" for part in parts)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+            yield node, constants
+
+
+def template(node, constants):
+    """The text that a node stands for, with "\\0" for what is filled in; None if it is no text."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [getattr(part, "value", None) for part in node.values]
+        parts = [constants.get(getattr(part, "id", None), part) for part in parts]
+        return "".join(part if isinstance(part, str) else "\0" for part in parts)
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return node.value if is_text else None
+
+
+def templates():
+    """Every text in the source of the package; "\\0" stands for what is filled in."""
+    for node, constants in nodes():
+        text = template(node, constants)
+        if text is not None:
+            yield text
+
+
+def messages():
+    """The texts of errors and warnings that are told where they are written, each with a class."""
+    for node, constants in nodes():
+        call = node.exc if isinstance(node, ast.Raise) else node
+        name = getattr(getattr(call, "func", None), "id", "")
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        if isinstance(node, ast.Raise) or name == "warn_user":
+            first = call.args[0]
+            for each in first.elts if isinstance(first, ast.List) else [first]:
+                text = template(each, constants)
+                if text is not None:
+                    yield "UserWarning" if name == "warn_user" else name, text
 
 
 class Changing(nn.Module):
@@ -304,18 +332,31 @@ def provoked():
 
 
 def test_headings_of_troubleshooting_are_texts_of_errors():
-    """A reader searches the page for the text on the screen; a stale heading is never found."""
+    """A reader looks for the class and the text on the screen; a stale heading is never found."""
     page = ROOT / "docs" / "troubleshooting.md"
-    texts = {*templates(), *provoked()}
-    errors = [text for level, text in headings(page) if level == 3]
-    assert len(errors) > 80
-    stale = []
-    for text in errors:
+    texts, kinds_of = {*templates(), *provoked()}, {}
+    for kind, text in messages():
+        kinds_of.setdefault(text, set()).add(kind)
+    assert len([text for level, text in headings(page) if level == 3]) > 80
+    stale, misplaced, section = [], [], None
+    for level, text in headings(page):
+        if level == 2:
+            section = text
+        if level != 3:
+            continue
         parts = [part.strip() for part in text.split("...")]
         longest, pattern = max(parts, key=len), re.compile(".*".join(map(re.escape, parts)), re.S)
-        if not any(longest in known and pattern.search(known) for known in texts):
+        found = [known for known in texts if longest in known and pattern.search(known)]
+        if not found:
             stale.append(text)
+        elif all(known in kinds_of for known in found):
+            # Classes of other packages, and private ones, have no part of the page.
+            kinds = set().union(*(kinds_of[known] for known in found))
+            kinds &= {*ipufit.errors.__all__, "UserWarning"}
+            if kinds and section not in kinds:
+                misplaced.append((text, section, kinds))
     assert stale == []
+    assert misplaced == []
     kinds = [text for level, text in headings(page) if level == 2][:-2]
     assert set(kinds) <= set(ipufit.errors.__all__)
     exceptions = {
