@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -28,6 +27,7 @@ from ipufit.lightning.programs import (
     part,
     words_of_strategy,
 )
+from ipufit.lightning_module.inspection import refuse_data_hooks
 from ipufit.lightning_module.model import LightningModel
 from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import acting_as
@@ -145,7 +145,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """Compile the LightningModule for this run of the Trainer.
 
         Raises:
-            ConfigurationError: the Trainer or the module asks for what can't be honoured.
+            ConfigurationError: Trainer, module or data ask for what can't be honoured.
         """
         self._trainer, self._accumulation = trainer, trainer.accumulate_grad_batches
         if current().is_distributed:
@@ -158,6 +158,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 f"precision must be one of {', '.join(map(repr, _PRECISIONS))} with IPUStrategy, "
                 f"got {trainer.precision!r}. Convert the module itself to another dtype."
             )
+        refuse_data_hooks(vars(trainer).get("datamodule"))
         # A batch is a whole execution, which accumulates inside.
         trainer.accumulate_grad_batches = 1
         self._merge_options()
@@ -222,7 +223,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             )
         work = self._work(Mode.TRAIN)
         per_update = work.replicas * work.accumulation
-        return int(math.ceil(len(loader.loader) / per_update) * trainer.max_epochs)
+        return int(-(-len(loader.loader) // per_update) * trainer.max_epochs)
 
     def _merge_options(self) -> None:
         """Settle what an execution does in either mode, by Trainer, strategy and options.
@@ -234,9 +235,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         replicas = devices.replicas if isinstance(devices, Replicas) else 1
         self._options = {}
         for role, options in self._opts.items():
-            work = ExecutionSize(
-                replicas, self._device_iterations, self._accumulation if role == TRAINING else 1
-            )
+            accumulation = self._accumulation if role == TRAINING else 1
+            work = ExecutionSize(replicas, self._device_iterations, accumulation)
             if options is not None:
                 options = options.clone()
                 work = _merge(work, options, _OPTIONS[role])
@@ -270,8 +270,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     def training_step(self, batch: ExecutionBatches, *_: object) -> Tensor:
         """One execution; the mean loss of its samples."""
-        trainer = self._trainer
-        (done,) = self._programs.run(batch, Mode.TRAIN, self._work(Mode.TRAIN), trainer)
+        (done,) = self._programs.run(batch, Mode.TRAIN, self._work(Mode.TRAIN), self._trainer)
         self._log(done, "train")
         return done.loss
 

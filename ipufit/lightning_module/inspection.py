@@ -235,13 +235,16 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
 def refuse_data_hooks(data: object) -> None:
     """Refuse hooks of a LightningDataModule that are not called.
 
+    Args:
+        data: perhaps something else, which has none.
+
     Raises:
         ConfigurationError: it overrides what is not called.
     """
     faults = ErrorCollector()
     for name in _DATA:
         with faults.collect():
-            if overrides(data, name):
+            if is_data_module(data) and overrides(data, name):
                 raise ConfigurationError(
                     f"{type(data).__name__}.{name} can't be called. ipufit moves batches to the "
                     "device. Do it in the dataset or in collate_fn, or on the device in the "

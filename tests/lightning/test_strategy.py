@@ -557,6 +557,21 @@ def test_hooks_that_are_not_called_name_what_a_trainer_has(hook, cure):
     assert str(caught.value).endswith(cure)
 
 
+@pytest.mark.parametrize(
+    "hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+)
+def test_hooks_of_the_data_that_are_not_called_are_refused(hook):
+    """Batches would go into the program as if the hook were not there."""
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return BATCHES
+
+    setattr(Data, hook, lambda self, batch, *_: batch)
+    with pytest.raises(ConfigurationError, match=rf"^Data\.{hook} can't be called\. ipufit moves"):
+        by_ipufit(Classifier(), "fit", Data(), max_epochs=1)
+
+
 def test_several_processes_are_refused(monkeypatch):
     """A Trainer would hand each of them all the data."""
     several = type("Several", (), {"is_distributed": True, "num_processes": 4})()
