@@ -24,32 +24,12 @@ from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
-from ipufit.tracing.validate import (
-    find_unregistered,
-    public_name,
-    rebound,
-    refuse_unrecordable,
-    storages,
-)
+from ipufit.tracing.validate import find_unregistered, rebound, refuse_unrecordable, storages
+from ipufit.tracing.validate import public_name as public_name
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import PLAIN, call_with, device_of, eval_mode, train_mode, version_of
-
-__all__ = [
-    "Evaluated",
-    "GradStep",
-    "MicroBatchStep",
-    "ModuleWithLoss",
-    "OutputShape",
-    "ReportedScalars",
-    "capture_step",
-    "find_leaf",
-    "follow_stages",
-    "public_name",
-    "split_loss",
-    "unpack_reported",
-]
 
 T = TypeVar("T")
 # Outputs of a module, and the loss, if it is wanted.
