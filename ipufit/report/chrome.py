@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 from typing import Dict, List, Mapping, Optional, Sequence, Set
 
 from ipufit.report.rows import ExecutionTable, columns_of
@@ -183,19 +185,12 @@ def _unfinished(lane: _Lane, rows: Sequence[Row], finished_epochs: Set[int]) -> 
 
 def _executions(lane: _Lane, rows: Sequence[Row], epochs: Sequence[Facts]) -> None:
     ends = {each["epoch"]: each for each in epochs}
-    for place, row in enumerate(rows):
-        _execution(lane, row)
-        is_last = place + 1 == len(rows) or rows[place + 1]["epoch"] != row["epoch"]
-        if is_last and row["epoch"] in ends:
-            _rest(lane, _back(rows, place), ends[row["epoch"]])
-
-
-def _back(rows: Sequence[Row], last: int) -> List[Row]:
-    """Return the rows of the epoch that ends with the row at index ``last``."""
-    first = last
-    while first and rows[first - 1]["epoch"] == rows[last]["epoch"]:
-        first -= 1
-    return list(rows[first : last + 1])
+    for epoch, of_epoch in itertools.groupby(rows, operator.itemgetter("epoch")):
+        epoch_rows = list(of_epoch)
+        for row in epoch_rows:
+            _execution(lane, row)
+        if epoch in ends:
+            _rest(lane, epoch_rows, ends[epoch])
 
 
 def _execution(lane: _Lane, row: Row) -> None:

@@ -12,6 +12,7 @@ import logging
 import numbers
 import sys
 import threading
+import traceback
 import types
 import warnings
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
@@ -193,12 +194,8 @@ class OperationRecorder(Listener):
 
 def _in_backward() -> bool:
     """Return True while gradients are computed; torch.utils.checkpoint calls layers then."""
-    frame: Optional[types.FrameType] = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is GradStep._gradients.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    gradients = GradStep._gradients.__code__
+    return any(frame.f_code is gradients for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 # Of one and the same computation, what another order of summation may change.
