@@ -245,6 +245,8 @@ class ProgramSelector:
     def __init__(self, spec: ProgramSpec, size: Size, programs: ProgramCache) -> None:
         self._spec = spec
         self._size = size
+        # Of a program that runs one update in a call.
+        self._single = dataclasses.replace(size, iterations=1)
         self._programs = programs
         self._reduction = GradientReduction(spec)
         # By form of micro-batch.
@@ -263,12 +265,12 @@ class ProgramSelector:
         Raises:
             PlanError: no program can run it exactly.
         """
-        size = dataclasses.replace(self._size, iterations=1)
+        size = self._single
         need = self._need(update)
         if need == "none" and size == self._size:
             return self._programs.built(size)
         if not self._may_be(need):
-            return self._programs.built(self._smaller(update, size))
+            return self._programs.built(self._smaller(update))
         # One program for all of them: where an epoch ends in an update that needs more, it is
         # prepared for that as well.
         last = self.last_sizes()
@@ -292,7 +294,7 @@ class ProgramSelector:
         """
         last = self.last_sizes()
         if last is not None and not self._may_be(self._need(last)):
-            self._smaller(last, dataclasses.replace(self._size, iterations=1))
+            self._smaller(last)
 
     def _need(self, update: Sequence[int]) -> str:
         return padding_needed([each for each in update if each], self._spec.plan)
@@ -339,16 +341,15 @@ class ProgramSelector:
     def _example_program(self) -> Trained:
         """A program for the present form, of any size, that has shown what the step does."""
         sizes = self._programs.sizes
-        alone = dataclasses.replace(self._size, iterations=1)
-        return self._programs.built(sizes[0] if sizes else alone)
+        return self._programs.built(sizes[0] if sizes else self._single)
 
-    def _smaller(self, update: Sequence[int], size: Size) -> Size:
+    def _smaller(self, update: Sequence[int]) -> Size:
         """The size of a program for just these micro-batches.
 
         Raises:
             PlanError: there is none.
         """
-        plan = self._spec.plan
+        plan, size = self._spec.plan, self._single
         sizes = [each for each in update if each]
         counts = counts_by_rank(update, plan)
         local_count = counts[0]
