@@ -9,7 +9,7 @@ import subprocess
 import sys
 import traceback
 from types import TracebackType
-from typing import Dict, Optional, TextIO, Tuple, Type, Union
+from typing import Callable, Dict, NoReturn, Optional, TextIO, Tuple, Type, Union
 
 from ipufit.tracing.ipu_only import PopTorchError
 
@@ -37,6 +37,22 @@ class Error(PopTorchError):
 def error(text: str) -> Error:
     """Return an error of the front end, to be raised."""
     return Error(text)
+
+
+def refusing(name: str, text: str) -> Callable[..., NoReturn]:
+    """Make a function of this name that raises an error with this text, whatever it is called with.
+
+    Args:
+        name: of a function of PopTorch's that has no meaning here.
+        text: of the error, and the docstring of the function.
+    """
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise error(text)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = text
+    return refuse
 
 
 logger = logging.getLogger("poptorch::python")

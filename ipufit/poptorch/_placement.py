@@ -99,9 +99,7 @@ def reserved(options: Options, needed: int) -> int:
 
 def _power_of_two(options: Options, needed: int) -> int:
     """Return the number of IPUs that hardware can reserve."""
-    rounded = 1
-    while rounded < needed:
-        rounded *= 2
+    rounded = 1 << (needed - 1).bit_length()
     if rounded != needed:
         reason = "because PopTorch must reserve a power of 2 or maximum of 64 IPUs per process"
         if not options.auto_round_num_ipus:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import Callable, Dict, NoReturn, Tuple, Type
+from typing import Dict, NoReturn, Tuple, Type
 
 from ipufit.poptorch import _logging, _placement, _tracing
-from ipufit.poptorch._logging import Error
+from ipufit.poptorch._logging import Error, refusing
 from ipufit.poptorch._options import compiler as _compiler
 
 __all__ = ["Error", "RecoverableError", "UnrecoverableError", "importPoptorchMetadataFromFile"]
@@ -148,32 +148,21 @@ class InternalPoplarExecutable:
     """A program of a device, which only the SDK can make."""
 
     def __init__(self) -> None:
-        raise _only_the_sdk("InternalPoplarExecutable")
+        raise Error(_only_the_sdk("InternalPoplarExecutable"))
 
 
 class CompilerOptions:
     """Settings of the SDK's tracer, which only the SDK has."""
 
     def __init__(self) -> None:
-        raise _only_the_sdk("CompilerOptions")
+        raise Error(_only_the_sdk("CompilerOptions"))
 
 
-def _only_the_sdk(name: str) -> Error:
-    return Error(
+def _only_the_sdk(name: str) -> str:
+    return (
         f"poptorch_core.{name} works on programs of a device, which only the SDK makes. Use the "
         "methods of poptorch.PoplarExecutor."
     )
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    """A function of PopTorch's compiled half that has no meaning without a device."""
-
-    def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise _only_the_sdk(name)
-
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = "Works on a program of a device, which only the SDK can make."
-    return refuse
 
 
 _OF_PROGRAMS = (
@@ -218,4 +207,4 @@ _OF_PROGRAMS = (
     "writeOptimizerState",
 )
 for _name in _OF_PROGRAMS:
-    globals()[_name] = _refusing(_name)
+    globals()[_name] = refusing(_name, _only_the_sdk(_name))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch import enums
-from ipufit.poptorch._logging import error
+from ipufit.poptorch._logging import error, refusing
 from ipufit.poptorch._operators import identities
 from ipufit.poptorch._operators.custom import custom_op
 from ipufit.poptorch._operators.identities import nop, recomputationCheckpoint, set_available_memory
@@ -204,22 +204,18 @@ def nearest_batch_list(
     return nearest(x, y, list(batch_x), list(batch_y))
 
 
-def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
-    def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise error(
-            f"torch.ops.poptorch.{name} is one end of {instead}, whose body is recorded as a "
-            f"whole here. Call {instead} instead."
-        )
-
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"Is refused: {instead} records its body as a whole."
-    return refuse
+def _one_end(name: str, whole: str) -> Callable[..., NoReturn]:
+    return refusing(
+        name,
+        f"torch.ops.poptorch.{name} is one end of {whole}, whose body is recorded as a whole "
+        f"here. Call {whole} instead.",
+    )
 
 
-start_for_loop = _refusing("start_for_loop", "poptorch.for_loop")
-end_for_loop = _refusing("end_for_loop", "poptorch.for_loop")
-start_if_block = _refusing("start_if_block", "poptorch.cond")
-start_else_block = _refusing("start_else_block", "poptorch.cond")
-end_if_block = _refusing("end_if_block", "poptorch.cond")
-call_cpu_op = _refusing("call_cpu_op", "poptorch.CPU")
-end_cpu_op = _refusing("end_cpu_op", "poptorch.CPU")
+start_for_loop = _one_end("start_for_loop", "poptorch.for_loop")
+end_for_loop = _one_end("end_for_loop", "poptorch.for_loop")
+start_if_block = _one_end("start_if_block", "poptorch.cond")
+start_else_block = _one_end("start_else_block", "poptorch.cond")
+end_if_block = _one_end("end_if_block", "poptorch.cond")
+call_cpu_op = _one_end("call_cpu_op", "poptorch.CPU")
+end_cpu_op = _one_end("end_cpu_op", "poptorch.CPU")
