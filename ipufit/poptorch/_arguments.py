@@ -87,11 +87,8 @@ def _compare_keys(name: str, compiled: Mapping[Any, object], actual: Mapping[Any
 
 def _constants(value: object) -> Iterator[object]:
     """Yield the leaves of nested containers that are neither tensors nor values with a parser."""
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from _constants(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _constants(item)
     elif not isinstance(value, Tensor) and parser_of(value) is None:
         yield value

@@ -94,16 +94,12 @@ def _findings(
 def of_calls(table: Table, calls: Sequence[DispatchedCall]) -> Iterator[PreflightFinding]:
     """Yield findings about operators."""
     for call in calls:
-        yield from _of_call(table, call)
-
-
-def _of_call(table: Table, call: DispatchedCall) -> Iterator[PreflightFinding]:
-    if call.is_constant_result and call.is_whole and table.knows(_OPERATORS, CONSTANT):
-        return
-    facts = table.of(_OPERATORS, call.name, call)
-    if call.is_whole and not facts:
-        facts = [unlisted(_OPERATORS, call.name)]
-    yield from _findings(facts, call.location)
+        if call.is_constant_result and call.is_whole and table.knows(_OPERATORS, CONSTANT):
+            continue
+        facts = table.of(_OPERATORS, call.name, call)
+        if call.is_whole and not facts:
+            facts = [unlisted(_OPERATORS, call.name)]
+        yield from _findings(facts, call.location)
 
 
 def _of_modules(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
