@@ -200,25 +200,39 @@ class FlatStorage:
 
     A parameter that is alone in its block stays where it is.
 
+    Args:
+        blocks: the layout.
+        others: parameters that are not trained, by the names of the step module; they stay as well.
+
     Attributes:
         blocks: the layout.
         flats: one flat tensor per block.
-        views: the parameters as parts of the flat tensors, by the names of the step module.
+        views: the parameters in the memory that a program knows, by name: parts of the flat
+            tensors, and the others.
+        places: name, parameter and a view for the user of each that may be given other memory.
         form: all that a program over the flat tensors depends on.
         indices: of the coming update, where the gradient of a parameter is sparse, by name.
     """
 
-    def __init__(self, blocks: Sequence[FlatBlock]) -> None:
+    def __init__(
+        self, blocks: Sequence[FlatBlock], others: Sequence[Tuple[str, Tensor]] = ()
+    ) -> None:
         self.blocks = list(blocks)
         self.flats: List[Tensor] = []
-        self.views: Dict[str, Tensor] = {}
+        self.views: Dict[str, Tensor] = {name: other.detach() for name, other in others}
+        self.places: List[Tuple[str, Tensor, Tensor]] = [
+            (name, other, self.views[name])
+            for name, other in others
+            if other.layout is torch.strided
+        ]
         self.indices: Dict[str, Tensor] = {}
         with torch.no_grad():
             for block in self.blocks:
                 flat = block.flat({slot.name: slot.parameter.detach() for slot in block.slots})
                 for slot in block.slots:
-                    slot.parameter.data = slot.window(flat)
+                    slot.parameter.data = window = slot.window(flat)
                     self.views[slot.name] = slot.view(flat)
+                    self.places.append((slot.name, slot.parameter, window))
                 self.flats.append(flat)
         self.form: Tuple[object, ...] = tuple(
             (block.group, tuple((s.start, s.stop) for s in block.slots), flat.dtype, flat.device)
@@ -231,6 +245,8 @@ class FlatStorage:
         part.blocks = [self.blocks[place] for place in places]
         part.flats = [self.flats[place] for place in places]
         part.views, part.indices = self.views, self.indices
+        names = {name for block in part.blocks for name in block.names}
+        part.places = [each for each in self.places if each[0] in names]
         part.form = tuple(self.form[place] for place in places)
         return part
 
@@ -240,15 +256,15 @@ class FlatStorage:
         Args:
             refused: makes the error for a parameter of this name that is of another form now.
         """
-        for flat, block in zip(self.flats, self.blocks):
-            for slot in block.slots:
-                view, data = self.views[slot.name], slot.parameter.data
-                if data.data_ptr() == view.data_ptr():
-                    continue
-                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
-                    raise refused(slot.name)
-                view.copy_(data)
-                slot.parameter.data = slot.window(flat)
+        for name, parameter, view in self.places:
+            data = parameter.data
+            if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
+                continue
+            if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+                raise refused(name)
+            # It may be another view of the same memory.
+            view.copy_(data.clone())
+            parameter.data = view
 
     def release(self) -> None:
         """Give every parameter memory of its own, with the present values; safe twice."""
@@ -256,4 +272,4 @@ class FlatStorage:
             for block in self.blocks:
                 for slot in block.slots if len(block.slots) > 1 else ():
                     slot.parameter.data = slot.parameter.data.clone()
-        self.blocks, self.flats, self.views = [], [], {}
+        self.blocks, self.flats, self.views, self.places = [], [], {}, []

@@ -304,6 +304,79 @@ def test_data_set_in_a_callback_is_trained_on():
     assert_same(*nets, atol=0)
 
 
+class Taught(MLP):
+    """Beside a layer that no optimizer trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(12, 5).requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(x) + self.teacher(x.flatten(1)).tanh()
+
+
+class AfterEachUpdate(Callback):
+    """Calls a function of the module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.function(self.model.module)
+
+
+def halve_teacher(net):
+    """Sets the data of what is not trained, as momentum encoders are moved."""
+    for parameter in net.teacher.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def halve_teacher_in_place(net):
+    """The same in place."""
+    for parameter in net.teacher.parameters():
+        parameter.mul_(0.5)
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+@pytest.mark.parametrize("when", [AfterEachUpdate, AtEpochEnd])
+def test_data_of_a_frozen_parameter_set_in_a_callback_is_computed_with(when, eager):
+    """The module would show the new values, and the program go on with the first ones."""
+    nets = []
+    for change in (halve_teacher, halve_teacher_in_place, lambda net: None):
+        torch.manual_seed(0)
+        nets.append(Taught().double())
+        model = compiled(nets[-1], run_eagerly=eager)
+        model.fit(loader(), epochs=3, callbacks=when(change), verbose=0)
+    assert_same(*nets[:2], atol=0)
+    assert not torch.equal(nets[1].layers[0].weight, nets[2].layers[0].weight)
+
+
+def turn(net):
+    """Transposes a square weight, without another address."""
+    net.square.weight.data = net.square.weight.data.t()
+
+
+def turn_in_place(net):
+    """The same in place."""
+    with torch.no_grad():
+        net.square.weight.copy_(net.square.weight.t().clone())
+
+
+@pytest.mark.long("ipu-standin")
+def test_data_turned_in_a_callback_is_trained_on():
+    """It is another view of the very memory that is trained."""
+    nets = []
+    for change in (turn, turn_in_place):
+        torch.manual_seed(0)
+        net = MLP().double()
+        net.square = net.layers[1] = nn.Linear(16, 16).double()
+        compiled(net).fit(loader(), epochs=3, callbacks=AtEpochEnd(change), verbose=0)
+        nets.append(net)
+    assert_same(*nets, atol=0)
+
+
 @pytest.mark.long
 def test_a_fit_of_another_model_in_a_callback_is_not_lost():
     """Two models over one module take turns with its weights."""

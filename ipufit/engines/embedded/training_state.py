@@ -200,7 +200,7 @@ class StatePlacement:
     def _make_storage(
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
     ) -> FlatStorage:
-        return FlatStorage(blocks)
+        return FlatStorage(blocks, others)
 
     def _note(self, updates: int) -> None:
         """Remember that torch's optimizer has the state after so many updates."""
@@ -232,12 +232,11 @@ class StatePlacement:
             ConfigurationError: a parameter or buffer is another object now.
         """
         refuse_replaced(self.step, self._tensors)
-        storage = self.storage
-        for block in storage.blocks:
-            for slot in block.slots:
-                if slot.parameter.data.data_ptr() != storage.views[slot.name].data_ptr():
-                    storage.follow(changed_shape)
-                    return
+        for _, parameter, view in self.storage.places:
+            data = parameter.data
+            if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
+                self.storage.follow(changed_shape)
+                return
 
     def publish(self, updates: int) -> None:
         """Write the optimizer's state, after so many updates, where torch keeps it."""
