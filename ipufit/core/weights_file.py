@@ -166,7 +166,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
         module: has tensors of the same names and shapes.
         path: of a safetensors file, or of one that ``torch.save(module.state_dict(), path)`` wrote.
         strict: all names and dtypes must agree; a floating-point dtype may become a wider one.
-            False ignores names that only one side has, and converts dtypes.
+            False ignores names that only one side has, unless that is all, and converts dtypes.
 
     Raises:
         ConfigurationError: the file can't be read, or does not fit; lists all differences.
@@ -175,17 +175,18 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
         raise ConfigurationError(f"strict must be True or False, got {strict!r}.")
     stored = _read(path)
     module_state: Dict[str, object] = module.state_dict()
-    faults = differences(module_state, stored, "the file", strict)
+    fitting = {name: value for name, value in stored.items() if name in module_state}
+    # To load nothing at all is what nobody wants.
+    faults = differences(module_state, stored, "the file", strict or not fitting)
     if faults:
         advice = "Load it into a module like the one that was saved."
-        if strict and not any(": shape " in fault for fault in faults):
+        if fitting and strict and not any(": shape " in fault for fault in faults):
             advice += " Pass strict=False to load only what both have."
         raise ConfigurationError(
             f"the weights in {os.fspath(path)!r} must fit the module {type(module).__name__}, but "
             f"they differ:\n" + "\n".join(f"  {fault}" for fault in faults) + f"\n{advice}"
         )
     ErrorCollector.end_checks()
-    fitting = {name: value for name, value in stored.items() if name in module_state}
     with torch.no_grad():
         module.load_state_dict(fitting, strict=False)
 

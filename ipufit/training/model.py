@@ -781,7 +781,8 @@ class Model(InspectionMixin):
                 ``torch.save(module.state_dict(), path)`` wrote, which needs torch 2.6 or newer and
                 is read without unpickling anything but tensors.
             strict: all names and dtypes must agree; a floating-point dtype may become a wider one.
-                False ignores names that only one side has, and converts dtypes.
+                False ignores names that only one side has, unless that is all, and converts
+                dtypes.
 
         Raises:
             ConfigurationError: the file can't be read, or does not fit; lists all differences.

@@ -225,6 +225,19 @@ def test_all_differences_are_listed_and_nothing_is_loaded(tmp_path):
     refused(lambda: load_weights(module, path, strict=1), "strict must be True or False, got 1.")
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_file_without_a_name_of_the_module_is_refused(tmp_path, strict):
+    """As of a module inside of another one: nothing would be loaded, without a word."""
+    path = str(tmp_path / "w.safetensors")
+    save_weights(nn.Sequential(nn.Linear(2, 1, bias=False)), path)
+    refused(
+        lambda: load_weights(nn.Linear(2, 1, bias=False), path, strict=strict),
+        f"the weights in {path!r} must fit the module Linear, but they differ:\n"
+        "  weight: missing in the file\n  0.weight: only in the file\n"
+        "Load it into a module like the one that was saved.",
+    )
+
+
 def test_a_wider_dtype_takes_the_values_as_they_are(tmp_path):
     """Nothing is lost by it."""
     path = tmp_path / "w.safetensors"
