@@ -277,6 +277,11 @@ EVENTS: Dict[str, Event] = {
 T = TypeVar("T")
 
 
+def overrides(callback: Callback, hook: str) -> bool:
+    """Return True if the class of a callback, or the object itself, has a hook of its own."""
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
 def means(logs: Optional[Logs]) -> Dict[str, float]:
     """The means of the epoch so far, of the logs of an execution; not how much has been done."""
     return {name: v for name, v in (logs or {}).items() if name not in ("updates", "samples")}

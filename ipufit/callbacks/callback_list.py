@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Optional, 
 import torch
 from torch import nn
 
-from ipufit.callbacks.callback import EVENTS, Callback, missing_value
+from ipufit.callbacks.callback import EVENTS, Callback, missing_value, overrides
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History
 from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode
@@ -357,10 +357,7 @@ def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[object]) 
 
 
 def _may_add(callback: Callback, name: str) -> bool:
-    overrides = "on_epoch_end" in vars(callback) or type(callback).on_epoch_end is not (
-        Callback.on_epoch_end
-    )
-    return overrides and (callback.adds is None or name in callback.adds)
+    return overrides(callback, "on_epoch_end") and (callback.adds is None or name in callback.adds)
 
 
 def checked(callbacks: object) -> List[Callback]:

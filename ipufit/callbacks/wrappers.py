@@ -7,7 +7,7 @@ import queue
 import threading
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from ipufit.callbacks.callback import EVENTS, Callback, Event, Logs, whole
+from ipufit.callbacks.callback import EVENTS, Callback, Event, Logs, overrides, whole
 from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.weights import ModelCheckpoint
 from ipufit.errors import ConfigurationError
@@ -42,7 +42,9 @@ class Asynchronous(Callback):
         self.every_updates: Optional[int] = callback.every_updates
         self.writes_files: bool = callback.writes_files
         self.monitors: Tuple[str, ...] = callback.monitors
-        self.adds: Optional[Tuple[str, ...]] = callback.adds if self._has("on_epoch_end") else ()
+        self.adds: Optional[Tuple[str, ...]] = (
+            callback.adds if overrides(callback, "on_epoch_end") else ()
+        )
         self._waiting: queue.Queue[Optional[Tuple[str, int, Dict[str, float]]]] = queue.Queue(
             whole(self, "max_pending", max_pending, 1)
         )
@@ -50,14 +52,9 @@ class Asynchronous(Callback):
         self._error: Optional[BaseException] = None
         self._failed = False
 
-    def _has(self, hook: str) -> bool:
-        """Return True if the callback overrides a hook."""
-        method = getattr(self.callback, hook)
-        return getattr(method, "__func__", None) is not getattr(Callback, hook)
-
     def _later(self, hook: str, batch: int, logs: Optional[Logs] = None) -> None:
         self._raise_error()
-        if not self._has(hook):
+        if not overrides(self.callback, hook):
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ipufit-callback", daemon=True)

@@ -8,6 +8,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
+from ipufit.callbacks.callback import overrides
 from ipufit.callbacks.callback_list import CallbackModel, CallbackObserver, Observer
 from ipufit.callbacks.history import History
 from ipufit.core.batch import Mode
@@ -158,7 +159,7 @@ def _run(
         say_dev_run(config.notes, validation is not None)
     observers: List[Observer] = [CallbackObserver(callbacks, job, model.history)]
     if session.processes.is_distributed:
-        may_stop = any(map(_may_stop, config.callbacks))
+        may_stop = any(session.processes.gather(any(map(_may_stop, config.callbacks)), "callbacks"))
         observers.append(_StopAgreement(model, session.processes, may_stop))
     checkpoints: Optional[CheckpointManager] = None
     if config.checkpoint is not None:
@@ -256,6 +257,10 @@ class _StopAgreement(Observer):
         self._model = model
         self._processes = processes
         self._within_epochs = within_epochs
+
+    def begin_executions(self, epoch: int) -> None:
+        """Agree after the hooks that begin an epoch: it ends with its first execution."""
+        self._agree()
 
     def end_execution(self, epoch: int, outputs: List[object]) -> None:
         """Agree in the middle of an epoch, where callbacks may ask there."""
@@ -426,8 +431,8 @@ def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> 
 
 def _may_stop(callback: Callback) -> bool:
     """Return True if a callback may ask for the end of training in the middle of an epoch."""
-    hook = type(callback).on_train_batch_end
-    return hook is not Callback.on_train_batch_end and not callback.only_reports
+    hooks = ("on_train_batch_begin", "on_train_batch_end")
+    return not callback.only_reports and any(overrides(callback, hook) for hook in hooks)
 
 
 @contextlib.contextmanager

@@ -384,12 +384,15 @@ def late():
     yield "late", found
 
 
-class StopsInOne(Callback):
-    """Asks to stop in the last process alone."""
+def stopping(hook, at):
+    """A callback that asks to stop in the last process alone, in a hook of an update or epoch."""
 
-    def on_train_batch_end(self, batch, logs=None):
-        if PROCESS == PROCESSES - 1 and batch == 3:
-            self.model.stop_training = True
+    def stop(index, logs):
+        if PROCESS == PROCESSES - 1 and index == at:
+            callback.model.stop_training = True
+
+    callback = LambdaCallback(**{hook: stop})
+    return callback
 
 
 def callbacks():
@@ -400,9 +403,13 @@ def callbacks():
     folder = os.path.join(sys.argv[1], f"logs-{PROCESSES}-{PROCESS}.csv")
     seen = []
     noted = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
-    given = [CSVLogger(folder), noted, StopsInOne()]
-    _, found = fit(mlp, x, y, batch_size=4, callbacks=given)
+    work = {"batch_size": 4, "gradient_accumulation": 1, "device_iterations": 1, "epochs": 3}
+    given = [CSVLogger(folder), noted, stopping("on_train_batch_end", 1)]
+    _, found = fit(mlp, x, y, callbacks=given, **work)
+    assert found["updates"] == 2
     found["seen"] = seen
+    _, found["begun"] = fit(mlp, x, y, callbacks=stopping("on_epoch_begin", 1), **work)
+    assert found["begun"]["updates"] == 5
     yield "callbacks", found
     found = {"wrote": os.path.exists(folder) == (PROCESS == 0)}
     yield "files", found
