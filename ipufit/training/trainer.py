@@ -136,7 +136,11 @@ class Trainer:
                     break
             self.job.program.adopt_averages()
         finally:
-            _end_all(self.observers, logs)
+            try:
+                # After an error too, the last hooks find, and may replace, what fit leaves.
+                self.job.program.enter_eval()
+            finally:
+                _end_all(self.observers, logs)
 
     def evaluate(self, epoch: int = 0) -> Dict[str, float]:
         """Return the exact means over all samples of the data."""

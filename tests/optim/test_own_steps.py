@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.callbacks import Callback
+from ipufit.callbacks import Callback, EarlyStopping
 from ipufit.errors import OptimizerError
 from tests.engines import EAGER_OR_NOT, own_step
 from tests.nets import data
@@ -210,6 +210,35 @@ def test_bounds_and_averages_are_as_with_any_optimizer(kind):
     clip = lambda params: nn.utils.clip_grad_norm_(params, 0.2)  # noqa: E731
     by_hand(other, kind(groups(other), lr=0.02), finish=clip)
     assert_equal(module, other)
+
+
+class Fails(Callback):
+    """Keeps the weights after every epoch, and fails within the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.epoch, self.weights = 0, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.weights.append(copy.deepcopy(self.model.module))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 2:
+            raise LookupError
+
+
+@own_step
+def test_an_error_leaves_the_best_weights_of_an_optimizer_with_two_modes():
+    """They are those for evaluation: put in the place of those for training, they would change."""
+    module = net()
+    optimizer = ScheduleFree(module.parameters(), lr=0.02)
+    stops, fails = EarlyStopping("loss", restore_best_weights=True), Fails()
+    with pytest.raises(LookupError):
+        fitted(module, optimizer, epochs=3, fit_options={"callbacks": [stops, fails]})
+    assert_equal(module, fails.weights[stops.best_epoch], atol=0)
 
 
 @own_step
