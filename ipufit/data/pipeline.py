@@ -195,6 +195,8 @@ class BatchPipeline:
                     if read == skip:
                         skipping.close()
                 del raw
+        if portion is None and plan.fixed_updates is None:
+            self._source.check_length(read)
 
     def rows(self, epoch: int, places: List[int]) -> List[int]:
         """Rows of the user's data that come at these places of an epoch; [] where nobody knows."""

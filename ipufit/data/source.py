@@ -35,6 +35,7 @@ from ipufit.data.read_errors import ends_in_a_sample, unreadable
 from ipufit.data.sharding import RankShard, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
+from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream
 from ipufit.utils.state import generators_of
@@ -96,7 +97,7 @@ class DataAdapter:
         self.reuses_memory = loaders.may_reuse_memory(loader)
         self._shuffled = shuffled
         self._worker: Optional[Tuple[int, int]] = None
-        self._has_yielded = False
+        self._has_yielded = self._has_warned = False
         self._being_read: object = None
         self._reader: Optional[LoaderReader] = None
         if isinstance(loader, ArrayLoader):
@@ -441,6 +442,20 @@ class DataAdapter:
             "Each worker has a copy of the dataset: let __iter__ yield a part of the samples, "
             "chosen by torch.utils.data.get_worker_info(), or use one worker."
         )
+
+    def check_length(self, batches: int) -> None:
+        """Warn, once, if a whole pass has yielded another number of batches than the data says."""
+        length = loaders.batch_total(self.loader)
+        # A length may change between passes; batches by number are read by it.
+        is_right = batches in (0, length, self.micro_batches)
+        is_right |= isinstance(self.loader, loaders.BatchSequence)
+        if length is not None and self.most is None and not (is_right or self._has_warned):
+            self._has_warned = True
+            warn_user(
+                f"{self.role} must have as many batches as its length says, {length}, but "
+                f"{batches} came. Learning-rate schedules and the progress bar go by the length: "
+                "correct __len__ of the loader, its dataset or its sampler, or leave it out."
+            )
 
     def check_epochs(self, epochs: int) -> None:
         """Refuse several epochs of what can be read only once.

@@ -3,6 +3,7 @@
 import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
+import ipufit
 from ipufit import poptorch
 from ipufit.errors import DataError
 from tests.faulty import (
@@ -176,6 +177,64 @@ def test_a_loader_that_dries_up_loses_nothing(role):
     assert_same_bits(state(model), state(twin))
     assert_clean(model)
     assert fit(model).epoch == [0]
+
+
+# ---- lengths ------------------------------------------------------------------------------------
+
+
+class Announced(Stream):
+    """Says a length, whatever it has."""
+
+    def __init__(self, samples, length):
+        super().__init__(samples)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+class Sized(Batches):
+    """Says how many samples there are."""
+
+    def __len__(self):
+        return sum(len(x) for x, _ in self.items)
+
+
+SAMPLES = list(zip(*batches(1, 12)[0]))
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("length", [4, 20])
+def test_a_length_that_is_not_that_of_the_batches_is_told_once(length):
+    """A schedule of the learning rate would end too early or too late; all batches are used."""
+    text = (
+        f"data must have as many batches as its length says, {length // 4}, but 3 came. "
+        "Learning-rate schedules and the progress bar go by the length: correct __len__ of the "
+        "loader, its dataset or its sampler, or leave it out."
+    )
+    data = DataLoader(Announced(SAMPLES, length), batch_size=4)
+    with pytest.warns(UserWarning, match="as many batches") as caught:
+        history = fit(compiled(), data, epochs=3, validation_data=data)
+    assert [str(each.message) for each in caught] == [f"training {text}", f"validation {text}"]
+    assert history.params["updates_done"] == 9
+    with pytest.warns(UserWarning, match="as many batches") as caught:
+        assert len(compiled().predict(data, verbose=0)) == 12
+    assert [str(each.message) for each in caught] == [f"prediction {text}"]
+
+
+@pytest.mark.long("ipu-standin")
+def test_a_length_in_samples_is_told_where_the_data_yields_batches():
+    """The usual mistake in a loader of one's own."""
+    with pytest.warns(UserWarning, match="length says, 12, but 3 came"):
+        fit(compiled(), Sized(batches(3)))
+
+
+@pytest.mark.parametrize(
+    "options", [{"steps_per_epoch": 2}, {"loading": ipufit.Loading(limit_train_batches=3)}]
+)
+def test_a_length_that_nothing_goes_by_may_be_wrong(options):
+    """Where the arguments say how long an epoch is."""
+    fit(compiled(), DataLoader(Announced(SAMPLES, 20), batch_size=4), epochs=2, **options)
 
 
 # ---- PopTorch's loaders -------------------------------------------------------------------------

@@ -397,7 +397,22 @@ def test_data_without_a_length_needs_a_total(net):
     model = compiled(net, Linear(total=12))
     assert message(model.fit, stream(2), verbose=0) == (
         "lr_scheduler=Linear(total=12) ends after 12 updates, but another update comes. Set total "
-        "to the length of the run, or leave it out if the training data has a length."
+        "to the length of the run, or leave it out if the data has a length."
+    )
+
+
+class Short(list):
+    """Batches, of which it announces one less."""
+
+    def __len__(self):
+        return super().__len__() - 1
+
+
+def test_data_that_is_longer_than_it_says_is_named_where_the_curve_ends(net):
+    """Without total in the curve, its length is that of the data."""
+    assert message(compiled(net, "linear").fit, Short(LOADER), verbose=0) == (
+        "lr_scheduler=Linear() ends after 9 updates, but another update comes. If fit still runs, "
+        "correct __len__ of the data, which says fewer batches."
     )
 
 

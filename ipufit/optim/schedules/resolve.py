@@ -245,10 +245,12 @@ class _RunSchedule(_CallableSchedule):
         place = self.updates if self._per_update else self.epochs + 1
         if place - self._begin >= self._length:
             unit = "update" if self._per_update else "epoch"
+            cure = "Set total to the length of the run, or leave it out if the data has a length."
+            if self._curve.total is None:
+                cure = "If fit still runs, correct __len__ of the data, which says fewer batches."
             self._fault = (
                 f"lr_scheduler={self._curve!r} ends after {self._length} {unit}s, but another "
-                f"{unit} comes. Set total to the length of the run, or leave it out if the "
-                "training data has a length."
+                f"{unit} comes. {cure}"
             )
 
     def _own_state(self) -> object:
