@@ -529,8 +529,10 @@ class DataAdapter:
         sampler = getattr(sampler, "sampler", sampler)
         if type(sampler).__module__.partition(".")[0] != "torch":
             return []
-        size = min(self.micro_batch_size or 1, len(loader.dataset))
-        return [loader.collate_fn([loader.dataset[i] for i in range(size)])] if size else []
+        # SubsetRandomSampler leaves the others out, which may be unreadable.
+        rows: Any = getattr(sampler, "indices", range(len(loader.dataset)))
+        rows = rows[: self.micro_batch_size or 1]
+        return [loader.collate_fn([loader.dataset[i] for i in rows])] if len(rows) else []
 
 
 class _LocatedErrors:

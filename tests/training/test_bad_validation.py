@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from ipufit.errors import DataError, LossError, MetricError
 from tests.faulty import (
@@ -117,6 +117,25 @@ def test_validation_data_that_the_metrics_cannot_take_is_found_before_training()
     with refused(model, MetricError, text):
         fit(model, validation_data=labels, callbacks=[told])
     assert told.hooks == []
+
+
+class Broken(Samples):
+    """Has a sample that can't be read."""
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise OSError("broken")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_the_sampler_leaves_out_is_not_looked_at():
+    """Who has such a sample leaves it out in this way."""
+    data = Broken(list(zip(X, Y)))
+    held_out = DataLoader(data, batch_size=4, sampler=SubsetRandomSampler([0, 2, 3, 4, 5]))
+    rows, model = [0, 2, 3, 4, 5], compiled()
+    history = fit(model, validation_data=held_out).history
+    whole = model.evaluate(X[rows], Y[rows], verbose=0)
+    assert history["val_loss"] == pytest.approx([whole["loss"]], rel=1e-6)
 
 
 @pytest.mark.long("ipu-standin")
