@@ -550,6 +550,37 @@ def test_a_rate_that_is_scheduled_and_set_by_hand_is_refused():
     )
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lrs.LambdaLR(optimizer, lambda update: 1.0),
+        lambda optimizer: lrs.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: lrs.CyclicLR(optimizer, 0.1, 0.2),
+        lambda optimizer: lrs.CosineAnnealingWarmRestarts(optimizer, 9),
+        lambda optimizer: lrs.ChainedScheduler([lrs.LambdaLR(optimizer, lambda update: 1.0)]),
+    ],
+    ids=["LambdaLR", "OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts", "ChainedScheduler"],
+)
+def test_a_rate_set_by_hand_is_refused_where_torch_would_overwrite_it(make):
+    """These schedulers compute from the first rates, so it would hold for one update."""
+    optimizer = sgd()
+    schedule = resolve_schedule(make(optimizer), optimizer)
+    schedule.rows(2)
+    wanted, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.125
+    text = (
+        f"lr is set by lr_scheduler, but it was changed from {wanted!r} to 0.125 in parameter "
+        "group 0. Leave it to the schedule, or compile without one and set it in a callback."
+    )
+    assert message(schedule.rows, 1) == text
+    optimizer.param_groups[0]["lr"] = wanted
+    schedule.rows(1)
+    # From one epoch to the next it counts.
+    optimizer = sgd()
+    schedule = resolve_schedule(make(optimizer), optimizer, "epoch")
+    optimizer.param_groups[0]["lr"] = 0.125
+    assert rates(schedule, 2) == [0.125] * 2
+
+
 def test_a_rate_set_by_hand_counts_for_a_torch_scheduler():
     """Chainable schedulers multiply what they find, as in any loop."""
     optimizer = sgd()

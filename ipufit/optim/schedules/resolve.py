@@ -121,13 +121,7 @@ class _CallableSchedule(Schedule):
 
     def _before_row(self) -> None:
         for (group, _, name), wanted, present in zip(self._targets, self._wanted, self._present()):
-            # Not equal to itself: NaN, which the check of the row reports.
-            if present != wanted and wanted == wanted:
-                raise ConfigurationError(
-                    f"{name} is set by lr_scheduler, but it was changed from {wanted!r} to "
-                    f"{present!r} in parameter group {group}. Leave it to the schedule, or compile "
-                    "without one and set it in a callback."
-                )
+            self._refuse_change(name, wanted, present, group)
 
     def _keep(self) -> Callable[[], None]:
         wanted = list(self._wanted)

@@ -28,6 +28,7 @@ from typing import (
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as lrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
@@ -305,6 +306,15 @@ class Schedule(abc.ABC):
     def _settled(self) -> None:  # noqa: B027 - most have nothing to do
         """The settings are what the schedule wants them to be."""
 
+    def _refuse_change(self, name: str, wanted: object, present: object, group: int) -> None:
+        # Not equal to itself: NaN, which the check of the row reports.
+        if present != wanted and wanted == wanted:
+            raise ConfigurationError(
+                f"{name} is set by lr_scheduler, but it was changed from {wanted!r} to "
+                f"{present!r} in parameter group {group}. Leave it to the schedule, or compile "
+                "without one and set it in a callback."
+            )
+
     def check_present(self) -> None:
         """Check that the next update can use the current settings.
 
@@ -387,6 +397,9 @@ _COUNTERS = frozenset(
 
 _PRIVATE = frozenset(("_milestones", "_schedule_phases", "_anneal_func_type"))
 
+# Their rates come from the first ones alone; other schedulers go on from the present ones.
+_OVERWRITING = (lrs.LambdaLR, lrs.OneCycleLR, lrs.CyclicLR, lrs.CosineAnnealingWarmRestarts)
+
 # Not one class on torch 2.0.1.
 Scheduler = (LRScheduler, ReduceLROnPlateau)
 
@@ -443,6 +456,12 @@ class TorchSchedule(Schedule):
     def follows_values(self) -> bool:
         """Say whether one of the schedulers waits for a value to stop getting better."""
         return any(isinstance(each, ReduceLROnPlateau) for each in parts(self._scheduler))
+
+    def _before_row(self) -> None:
+        if self._per_update and any(isinstance(p, _OVERWRITING) for p in parts(self._scheduler)):
+            groups = self._scheduler.optimizer.param_groups
+            for index, last in enumerate(self._scheduler.get_last_lr()):
+                self._refuse_change("lr", float(last), float(groups[index]["lr"]), index)
 
     def _advance(self) -> None:
         self._scheduler.step()
