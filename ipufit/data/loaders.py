@@ -27,6 +27,7 @@ from ipufit.data.in_memory import ArrayLoader, EpochOrder
 from ipufit.data.read_errors import frames_of
 from ipufit.utils import tree
 from ipufit.utils.interrupts import defer_signals, starting_processes
+from ipufit.utils.state import samplers_of
 
 
 def is_torchs(value: object) -> bool:
@@ -195,9 +196,18 @@ def sends_groups(loader: object) -> bool:
 
 def has_torchs_samplers(loader: DataLoader[object]) -> bool:
     """True if no code of the user's chooses samples."""
-    # A batch_sampler has its own sampler, of which loader.sampler knows nothing.
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return all(map(is_torchs, (loader.sampler, loader.batch_sampler, sampler)))
+    return all(map(is_torchs, samplers_of(loader)))
+
+
+def ordered_by_epoch(loader: object) -> List[Tuple[Any, int]]:
+    """List those parts of a loader that are told the epoch, as torch's DistributedSampler, and it.
+
+    Streams of Hugging Face are others. What does not say its epoch keeps the one it has.
+    """
+    parts = [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
+    found = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
+    epochs = [(part, getattr(part, "epoch", None)) for part in found.values()]
+    return [(part, epoch) for part, epoch in epochs if isinstance(epoch, int)]
 
 
 # How long all workers together may take to end by themselves, in seconds; torch gives each five.

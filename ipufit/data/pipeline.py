@@ -20,6 +20,7 @@ from ipufit.data.batches import BatchValidator, OneShapeUpdates, executions, sha
 from ipufit.data.casting import Casting
 from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ReadAhead, batch_count
+from ipufit.data.loaders import ordered_by_epoch
 from ipufit.data.read_errors import describe_dead_worker, is_dead_worker
 from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.data.source import DataAdapter
@@ -107,6 +108,8 @@ class BatchPipeline:
         self._job = job
         self._reorders = not mixes_shapes and job.mode is Mode.TRAIN
         self._source = job.source
+        is_training = job.mode is Mode.TRAIN
+        self._ordered_by_epoch = ordered_by_epoch(job.source.loader) if is_training else []
         self.unpacker = BatchValidator(job.source, job.mode, form, casting)
         if self.unpacker.micro_batch_size is None:
             # Else the first batch says it, which may be the last one of its shape.
@@ -170,6 +173,8 @@ class BatchPipeline:
             skip: batches at its beginning that are read, but not wanted.
             done: batches that the source itself leaves out.
         """
+        for part, begin in self._ordered_by_epoch:
+            part.set_epoch(begin + number)
         stream = DataStream(self._job.seed, self._job.domain, number)
         key = stream_key(self._job.seed, self._job.domain, "order", number)
         read, generators = done, self._source.generator_states()
@@ -397,6 +402,8 @@ class BatchPipeline:
         """Stop reading; safe twice."""
         self._ahead = None
         self._close_open()
+        for part, begin in self._ordered_by_epoch:
+            part.set_epoch(begin)
 
     def _close_open(self) -> None:
         if self._open is not None:

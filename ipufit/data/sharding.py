@@ -22,6 +22,7 @@ from ipufit.core.plan import Plan
 from ipufit.data.in_memory import ArrayLoader, is_array, is_datasets_table, is_table
 from ipufit.data.loaders import reads_as_torch
 from ipufit.errors import DataError
+from ipufit.utils.state import samplers_of
 
 
 class GlobalBatchIndex:
@@ -267,8 +268,7 @@ def refuse_unshared(loader: Any, role: str, processes: int) -> None:
             f"{role}: each of {processes} processes must read different samples, but a {kind} "
             f"may yield the same ones in all of them. {cure}"
         )
-    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
-    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(loader)):
         raise DataError(
             f"{role}: each process already reads its own part of the DataLoader, but its "
             "DistributedSampler divides the samples too, and repeats some to make the parts "

@@ -123,11 +123,15 @@ def _copied(value: object) -> Any:
     return copy.deepcopy(value)
 
 
+def samplers_of(loader: object) -> List[Any]:
+    """List what chooses the samples of a DataLoader; a batch sampler has a sampler of its own."""
+    sampler, batch_sampler = (getattr(loader, n, None) for n in ("sampler", "batch_sampler"))
+    return [sampler, batch_sampler, getattr(batch_sampler, "sampler", sampler)]
+
+
 def generators_of(loader: object) -> List[torch.Generator]:
     """List the generators of a DataLoader and of its samplers, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [loader, getattr(loader, "sampler", None), batch_sampler]
-    owners.append(getattr(batch_sampler, "sampler", None))
+    owners = [loader, *samplers_of(loader)]
     by_id = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
     return [g for g in by_id.values() if isinstance(g, torch.Generator)]
 

@@ -14,6 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 import ipufit
 from ipufit.data.in_memory import EpochOrder
@@ -156,6 +157,94 @@ def test_an_epoch_has_the_same_order_whatever_came_before_it():
     model, engine = recording()
     model.fit(NUMBERED, NUMBERED, epochs=range(2, 3), seed=2, verbose=0)
     assert rows(engine.programs[0]) != orders[0]
+
+
+class ByEpoch:
+    """Begins with another row in every epoch, if somebody says which one it is."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        return iter([(row + self.epoch) % 10 for row in range(10)])
+
+
+class StreamByEpoch(ByEpoch, IterableDataset):
+    """Samples in this order."""
+
+    def __iter__(self):
+        return iter([(NUMBERED[row], NUMBERED[row]) for row in super().__iter__()])
+
+
+class BatchesByEpoch(ByEpoch):
+    """Batches in this order."""
+
+    def __iter__(self):
+        return iter([(NUMBERED[row, None], NUMBERED[row, None]) for row in super().__iter__()])
+
+
+class RowsByEpoch(ByEpoch):
+    """Indices of batches in this order."""
+
+    def __iter__(self):
+        return iter([[row] for row in super().__iter__()])
+
+
+NUMBERS = TensorDataset(NUMBERED, NUMBERED)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(NUMBERS, 5, sampler=ByEpoch()),
+        lambda: DataLoader(NUMBERS, batch_sampler=BatchSampler(ByEpoch(), 5, False)),
+        lambda: DataLoader(NUMBERS, batch_sampler=RowsByEpoch()),
+        lambda: DataLoader(StreamByEpoch(), 5),
+        StreamByEpoch,
+        BatchesByEpoch,
+    ],
+    ids=["sampler", "inner sampler", "batch sampler", "loader of a stream", "stream", "batches"],
+)
+def test_data_that_orders_itself_by_epoch_is_told_which_one_begins(make):
+    """A loop by hand calls set_epoch; without it every epoch would have the order of the first."""
+    model, engine = recording()
+    data = make()
+    model.fit(data, epochs=range(1, 4), verbose=0)
+    expected = [(row + epoch) % 10 for epoch in (1, 2, 3) for row in range(10)]
+    assert rows(engine.programs[0]) == expected
+    model.evaluate(data, verbose=0)
+    assert rows(engine.programs[-1]) == list(range(10))
+
+
+def test_a_loop_that_says_the_epoch_itself_has_its_order():
+    """Each fit of one epoch begins with the one that its sampler was told."""
+    model, engine = recording()
+    sampler = ByEpoch()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        model.fit(DataLoader(NUMBERS, 5, sampler=sampler), verbose=0)
+        assert rows(engine.programs[-1])[-10:] == [(row + epoch) % 10 for row in range(10)]
+        assert sampler.epoch == epoch
+
+
+@pytest.mark.parametrize("work", [{}, {"steps_per_epoch": 4}], ids=["epochs", "steps"])
+def test_a_run_in_an_order_by_epoch_goes_on_with_the_same_bits(work, tmp_path):
+    """A process that begins in a later epoch has a sampler that has seen none before."""
+
+    def run(name, epochs, resume=None):
+        sampler = DistributedSampler(PAIRS, num_replicas=1, rank=0, seed=3)
+        checkpoint = ipufit.Checkpoint(tmp_path / name, resume=resume)
+        loader = DataLoader(PAIRS, 4, sampler=sampler)
+        return trained(loader, epochs=epochs, checkpoint=checkpoint, **work)
+
+    whole = run("whole", 4)
+    run("parts", 2)
+    assert_same_bits(run("parts", 4, "auto"), whole)
 
 
 def test_the_default_batch_size_is_keras():
