@@ -9,7 +9,7 @@ import inspect
 import itertools
 import multiprocessing.resource_tracker
 import time
-from typing import Any, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from torch.utils.data import (
     BatchSampler,
@@ -199,15 +199,18 @@ def has_torchs_samplers(loader: DataLoader[object]) -> bool:
     return all(map(is_torchs, samplers_of(loader)))
 
 
-def ordered_by_epoch(loader: object) -> List[Tuple[Any, int]]:
-    """List those parts of a loader that are told the epoch, as torch's DistributedSampler, and it.
+def ordered_by_epoch(loader: object) -> List[Tuple[Callable[[int], object], int]]:
+    """Return what tells parts of a loader the epoch, and the present epoch of each.
 
-    Streams of Hugging Face are others. What does not say its epoch keeps the one it has.
+    torch's DistributedSampler is such a part, and streams of Hugging Face are. What does not say
+    its epoch keeps the one it has.
     """
-    parts = [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
-    found = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
-    epochs = [(part, getattr(part, "epoch", None)) for part in found.values()]
-    return [(part, epoch) for part, epoch in epochs if isinstance(epoch, int)]
+    epochs: Dict[int, Tuple[Callable[[int], object], int]] = {}
+    for part in (loader, getattr(loader, "dataset", None), *samplers_of(loader)):
+        epoch = getattr(part, "epoch", None)
+        if isinstance(epoch, int) and hasattr(part, "set_epoch"):
+            epochs[id(part)] = part.set_epoch, epoch
+    return [*epochs.values()]
 
 
 # How long all workers together may take to end by themselves, in seconds; torch gives each five.

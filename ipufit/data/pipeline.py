@@ -173,8 +173,8 @@ class BatchPipeline:
             skip: batches at its beginning that are read, but not wanted.
             done: batches that the source itself leaves out.
         """
-        for part, begin in self._ordered_by_epoch:
-            part.set_epoch(begin + number)
+        for set_epoch, begin in self._ordered_by_epoch:
+            set_epoch(begin + number)
         stream = DataStream(self._job.seed, self._job.domain, number)
         key = stream_key(self._job.seed, self._job.domain, "order", number)
         read, generators = done, self._source.generator_states()
@@ -200,7 +200,8 @@ class BatchPipeline:
                     if read == skip:
                         skipping.close()
                 del raw
-        if portion is None and plan.fixed_updates is None:
+        is_whole = portion is None and plan.fixed_updates is None
+        if is_whole and read != self._source.micro_batches:
             self._source.check_length(read)
 
     def rows(self, epoch: int, places: List[int]) -> List[int]:
@@ -402,8 +403,8 @@ class BatchPipeline:
         """Stop reading; safe twice."""
         self._ahead = None
         self._close_open()
-        for part, begin in self._ordered_by_epoch:
-            part.set_epoch(begin)
+        for set_epoch, begin in self._ordered_by_epoch:
+            set_epoch(begin)
 
     def _close_open(self) -> None:
         if self._open is not None:

@@ -445,11 +445,10 @@ class DataAdapter:
 
     def check_length(self, batches: int) -> None:
         """Warn, once, if a whole pass has yielded another number of batches than the data says."""
-        length = loaders.batch_total(self.loader)
         # A length may change between passes; batches by number are read by it.
-        is_right = batches in (0, length, self.micro_batches)
-        is_right |= isinstance(self.loader, loaders.BatchSequence)
-        if length is not None and self.most is None and not (is_right or self._has_warned):
+        is_right = isinstance(self.loader, loaders.BatchSequence) or not batches
+        length = batches if is_right else loaders.batch_total(self.loader)
+        if length not in (None, batches) and self.most is None and not self._has_warned:
             self._has_warned = True
             warn_user(
                 f"{self.role} must have as many batches as its length says, {length}, but "
@@ -530,8 +529,7 @@ class DataAdapter:
         if type(sampler).__module__.partition(".")[0] != "torch":
             return []
         # SubsetRandomSampler leaves the others out, which may be unreadable.
-        rows: Any = getattr(sampler, "indices", range(len(loader.dataset)))
-        rows = rows[: self.micro_batch_size or 1]
+        rows = getattr(sampler, "indices", range(len(loader.dataset)))[: self.micro_batch_size or 1]
         return [loader.collate_fn([loader.dataset[i] for i in rows])] if len(rows) else []
 
 

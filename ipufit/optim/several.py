@@ -132,7 +132,7 @@ def kinds_by_group(optimizer: torch.optim.Optimizer) -> List[Type[torch.optim.Op
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether there are hooks on an optimizer's step."""
     hooks = vars(optimizer)
-    return any(hooks.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+    return bool(hooks.get("_optimizer_step_pre_hooks") or hooks.get("_optimizer_step_post_hooks"))
 
 
 def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:

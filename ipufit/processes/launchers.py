@@ -154,7 +154,7 @@ def _torch(environment: Mapping[str, str]) -> Optional[LauncherInfo]:
 def _mpi(environment: Mapping[str, str]) -> Optional[LauncherInfo]:
     local_size = _integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-    if not any(name in environment for name in names):
+    if environment.keys().isdisjoint(names):
         return None  # before all names are gone through: fit asks this at each execution
     is_poprun = any(name.startswith("POPDIST_") for name in environment)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")

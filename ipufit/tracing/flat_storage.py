@@ -219,12 +219,12 @@ class FlatStorage:
     ) -> None:
         self.blocks = list(blocks)
         self.flats: List[Tensor] = []
-        self.views: Dict[str, Tensor] = {name: other.detach() for name, other in others}
-        self.places: List[Tuple[str, Tensor, Tensor]] = [
-            (name, other, self.views[name])
-            for name, other in others
-            if other.layout is torch.strided
-        ]
+        self.views: Dict[str, Tensor] = {}
+        self.places: List[Tuple[str, Tensor, Tensor]] = []
+        for name, other in others:
+            self.views[name] = view = other.detach()
+            if other.layout is torch.strided:
+                self.places.append((name, other, view))
         self.indices: Dict[str, Tensor] = {}
         with torch.no_grad():
             for block in self.blocks:

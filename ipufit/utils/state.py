@@ -123,17 +123,21 @@ def _copied(value: object) -> Any:
     return copy.deepcopy(value)
 
 
-def samplers_of(loader: object) -> List[Any]:
+def samplers_of(loader: object) -> List[object]:
     """List what chooses the samples of a DataLoader; a batch sampler has a sampler of its own."""
-    sampler, batch_sampler = (getattr(loader, n, None) for n in ("sampler", "batch_sampler"))
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
     return [sampler, batch_sampler, getattr(batch_sampler, "sampler", sampler)]
 
 
 def generators_of(loader: object) -> List[torch.Generator]:
     """List the generators of a DataLoader and of its samplers, each once."""
-    owners = [loader, *samplers_of(loader)]
-    by_id = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
-    return [g for g in by_id.values() if isinstance(g, torch.Generator)]
+    generators: List[torch.Generator] = []
+    for owner in (loader, *samplers_of(loader)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and generator not in generators:
+            generators.append(generator)
+    return generators
 
 
 @contextlib.contextmanager

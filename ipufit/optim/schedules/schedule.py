@@ -29,7 +29,6 @@ from typing import (
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as lrs
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
 from ipufit.optim.schedules import settings
@@ -401,7 +400,7 @@ _PRIVATE = frozenset(("_milestones", "_schedule_phases", "_anneal_func_type"))
 _OVERWRITING = (lrs.LambdaLR, lrs.OneCycleLR, lrs.CyclicLR, lrs.CosineAnnealingWarmRestarts)
 
 # Not one class on torch 2.0.1.
-Scheduler = (LRScheduler, ReduceLROnPlateau)
+Scheduler = (lrs.LRScheduler, lrs.ReduceLROnPlateau)
 
 
 def _is_configuration(name: str) -> bool:
@@ -430,7 +429,7 @@ class TorchSchedule(Schedule):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        scheduler: Union[LRScheduler, ReduceLROnPlateau],
+        scheduler: Union[lrs.LRScheduler, lrs.ReduceLROnPlateau],
         per_update: bool,
         monitor: Optional[str] = None,
     ) -> None:
@@ -455,7 +454,7 @@ class TorchSchedule(Schedule):
     @property
     def follows_values(self) -> bool:
         """Say whether one of the schedulers waits for a value to stop getting better."""
-        return any(isinstance(each, ReduceLROnPlateau) for each in parts(self._scheduler))
+        return any(isinstance(each, lrs.ReduceLROnPlateau) for each in parts(self._scheduler))
 
     def _before_row(self) -> None:
         if self._per_update and any(isinstance(p, _OVERWRITING) for p in parts(self._scheduler)):
@@ -467,7 +466,7 @@ class TorchSchedule(Schedule):
         self._scheduler.step()
 
     def _at_epoch_end(self, logs: Mapping[str, float]) -> Callable[[], None]:
-        if not isinstance(self._scheduler, ReduceLROnPlateau):
+        if not isinstance(self._scheduler, lrs.ReduceLROnPlateau):
             return self._advance
         monitor = self._monitor or ("val_loss" if "val_loss" in logs else "loss")
         if monitor not in logs:
