@@ -55,6 +55,7 @@ def fastest(
     measure: Callable[[Callable[[], Any]], float] = _once,
     first: Sequence[float] = (),
     expected: bool = False,
+    again: bool = False,
 ) -> str:
     """The name of the fastest way; the first one unless another is clearly faster.
 
@@ -69,11 +70,12 @@ def fastest(
         first: seconds of a first call of each, where it was made already.
         expected: whether all parts of the last way were faster when they were measured alone. Then
             it is taken unless it is slower as a whole.
+        again: whether they are measured again later.
     """
     name = recall(key)
     if name is None:
         with torch.no_grad():
-            name = _fastest(make(), measure, first, expected)
+            name = _fastest(make(), measure, first, expected, again)
         _keep({_digest(key): name})
     return name
 
@@ -176,9 +178,10 @@ def _fastest(
     measure: Callable[[Callable[[], object]], float],
     first: Sequence[float],
     expected: bool,
+    again: bool,
 ) -> str:
     names = list(ways)
-    seconds = seconds_of([ways[name] for name in names], measure, first, expected)
+    seconds = seconds_of([ways[name] for name in names], measure, first, expected, again)
     best, worth = min(seconds), 1.0 if expected else _WORTH
     return names[seconds.index(best)] if best < worth * seconds[0] else names[0]
 
@@ -188,6 +191,7 @@ def seconds_of(
     measure: Callable[[Callable[[], object]], float] = _once,
     first: Sequence[float] = (),
     expected: bool = False,
+    again: bool = False,
 ) -> List[float]:
     """The shortest time of a call of each, in seconds, taken in turn.
 
@@ -196,6 +200,7 @@ def seconds_of(
         measure: the seconds that a call takes.
         first: seconds of a first call of each, where it was made already.
         expected: whether the last one is likely to be the fastest.
+        again: whether they are measured again later, so that one call of each says enough.
     """
     start = time.perf_counter() - sum(first)
     best = list(first) or [measure(call) for call in calls]
@@ -205,7 +210,8 @@ def seconds_of(
             enough = 0.0 if is_clear else _ENOUGH_FOR_TWO
         else:
             # One call that another program has slowed down is not to speak against all parts.
-            enough = _ENOUGH_FOR_ONE if done or (is_clear and not expected) else math.inf
+            says_enough = done or again or (is_clear and not expected)
+            enough = _ENOUGH_FOR_ONE if says_enough else math.inf
         if time.perf_counter() - start > enough:
             break
         for i, call in enumerate(calls):

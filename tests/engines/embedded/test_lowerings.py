@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.passes import cpu_kernels, simplify
+from ipufit.engines.embedded.passes import cpu_kernels, simplify, small_convolutions
 from ipufit.engines.embedded.passes.simplify import SHORT, fuse_concats
 from ipufit.tracing.capture import capture
 from tests.nets import MLP, data
@@ -92,7 +92,8 @@ def all_kernels(monkeypatch):
     """Whatever the sizes, and whatever is fastest here."""
     monkeypatch.setattr(cpu_kernels, "_SMALLEST_PRODUCT", 0)
     monkeypatch.setattr(cpu_kernels, "_SMALLEST_PICTURE", 0)
-    monkeypatch.setattr(cpu_kernels, "fastest", lambda key, make: list(make())[-1])
+    for module in (cpu_kernels, small_convolutions):
+        monkeypatch.setattr(module, "fastest", lambda key, make: list(make())[-1])
 
 
 needs_onednn = pytest.mark.skipif(
@@ -495,25 +496,32 @@ def test_a_transposed_product_is_tried_only_where_it_may_pay():
 
 
 @pytest.mark.parametrize(
-    ("first", "expected", "rounds"),
+    ("first", "expected", "again", "rounds"),
     [
-        ([0.4, 0.3], False, 0),
-        ([0.4, 0.35], False, 1),
-        ([0.02, 0.01], False, 2),
-        ([0.02, 0.019], False, 7),
+        ([0.4, 0.3], False, False, 0),
+        ([0.4, 0.35], False, False, 1),
+        ([0.02, 0.01], False, False, 2),
+        ([0.02, 0.019], False, False, 7),
         # What was measured in parts needs one call that agrees; one that doesn't is repeated.
-        ([0.4, 0.35], True, 0),
-        ([0.04, 0.035], True, 0),
-        ([0.3, 0.4], True, 1),
+        ([0.4, 0.35], True, False, 0),
+        ([0.04, 0.035], True, False, 0),
+        ([0.3, 0.4], True, False, 1),
+        # What is measured again in training needs one long call.
+        ([0.4, 0.35], False, True, 0),
+        ([0.3, 0.4], True, True, 0),
+        ([0.02, 0.019], False, True, 7),
     ],
     ids=str,
 )
-def test_first_calls_decide_where_they_are_long_and_clear(first, expected, rounds, monkeypatch):
+def test_first_calls_decide_where_they_are_long_and_clear(
+    first, expected, again, rounds, monkeypatch
+):
     calls = []
     # Calls take no time, however busy the machine is.
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: 0.0))
     ways = [lambda: calls.append("a"), lambda: calls.append("b")]
-    timing.seconds_of(ways, lambda way: way() or first[ways.index(way)], first, expected)
+    seconds = {"first": first, "expected": expected, "again": again}
+    timing.seconds_of(ways, lambda way: way() or first[ways.index(way)], **seconds)
     assert calls == ["a", "b"] * rounds
 
 
@@ -523,7 +531,7 @@ def test_first_calls_decide_where_they_are_long_and_clear(first, expected, round
 def test_what_is_faster_in_parts_is_taken_unless_it_is_slower(seconds, expected, choice):
     measured = itertools.cycle([1.0, seconds])
     ways = {"a": int, "b": int}
-    assert timing._fastest(ways, lambda _: next(measured), (), expected) == choice
+    assert timing._fastest(ways, lambda _: next(measured), (), expected, False) == choice
 
 
 @pytest.fixture

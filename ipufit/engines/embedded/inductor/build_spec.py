@@ -18,6 +18,7 @@ from ipufit.engines.embedded.flat_optimizer import RuleOptimizer, Settings
 from ipufit.engines.embedded.inductor.update_spec import BlockSpec, SlotSpec, UpdateSpec
 from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.passes.simplify import simplify
+from ipufit.engines.embedded.passes.small_convolutions import convolve_by_products
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.gradient_reduction import GradientReduction
@@ -205,6 +206,7 @@ def _code(
     """
     source = copied.python_code("self").src
     simplify(copied)
+    convolve_by_products(copied)
     cpu_kernels.use_onednn_matmul(copied)
     if by_channels and cpu_kernels.to_channels_last(copied):
         cpu_kernels.restore_outputs(copied)

@@ -20,9 +20,13 @@ from ipufit.engines.embedded.timing import fastest
 from ipufit.tracing.interpreter import OperatorCall
 from ipufit.utils import tree
 
-__all__ = ["restore_outputs", "results_of_torch", "to_channels_last", "use_onednn_matmul"]
+__all__ = ["agree", "restore_outputs", "results_of_torch", "to_channels_last", "use_onednn_matmul"]
 
 _aten = torch.ops.aten
+
+# How far apart, of the largest value of a tensor, two orders of summation may be.
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3}
+_TOLERANCE_OF_OTHERS = 5e-2
 
 # Operators, with the arguments that are pictures.
 _PICTURES: Dict[object, Tuple[int, ...]] = {
@@ -74,6 +78,19 @@ def results_of_torch(call: OperatorCall) -> List[Tensor]:
         return []
     result = torch.nn.functional.linear(*call.args[:3])  # type: ignore[arg-type]
     return [result.relu() if call.args[3] == "relu" else result]
+
+
+def agree(one: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors of one form are equal up to the order of summation."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    scale = one.abs().amax() if one.numel() else one.new_zeros(())
+    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE_OF_OTHERS)
+    away = (one - other).abs().amax() if one.numel() else scale
+    # A comparison that finds no NaN needs no mask of them, which large tensors feel.
+    if torch.isfinite(away):
+        return bool(away <= tolerance * scale)
+    return torch.allclose(one, other, rtol=0.0, atol=float(tolerance * scale), equal_nan=True)
 
 
 def channels_last(pictures: Tensor) -> Tensor:

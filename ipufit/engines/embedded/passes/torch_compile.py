@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.compile_arguments import GRAPH, Backend
-from ipufit.engines.embedded.passes.select_kernels import Lowered, agree, lower
+from ipufit.engines.embedded.passes.cpu_kernels import agree
+from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
 from ipufit.engines.embedded.passes.simplify import value_of
 from ipufit.errors import ConfigurationError, brief_error
 from ipufit.utils.devices import is_out_of_memory

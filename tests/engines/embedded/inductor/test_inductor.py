@@ -18,7 +18,7 @@ from ipufit.engines.embedded.inductor import compiled as compiled_module
 from ipufit.engines.embedded.inductor import requirements, worker
 from ipufit.engines.embedded.inductor.compiled import CompiledPart
 from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
-from ipufit.engines.embedded.passes import cpu_kernels
+from ipufit.engines.embedded.passes import cpu_kernels, small_convolutions
 from ipufit.errors import NonFiniteLossError
 from tests.core.test_precision import needs_half, needs_half_autocast
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
@@ -822,3 +822,19 @@ def test_pictures_have_channels_last_where_the_recorded_program_has_them(describ
     code = described[0]._form.code
     assert code.count("_channels_last(") == 9
     assert code.count("_as_recorded(") > 0
+
+
+def test_convolutions_of_few_positions_are_products(described, monkeypatch):
+    monkeypatch.setattr(small_convolutions, "_FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(small_convolutions, "fastest", lambda key, make: "seeing")
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, stride=4, padding=1), nn.ReLU(), nn.Flatten())
+    x, modules = torch.randn(32, 1, 8, 8), []
+    for jit in ("graph", "inductor"):
+        model, engine = embedded(copy.deepcopy(net), OPTIMIZERS["sgd"], jit=jit)
+        fit(model, x, torch.arange(32) % 16, Plan(4, 2))
+        modules.append(model.module)
+    assert engine.training.way.jit == "inductor"
+    assert_close(modules[1], modules[0], 1e-5)
+    code = described[0]._form.code
+    assert code.count("aten.im2col") == 2
+    assert code.count("aten.convolution") == 0
