@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import types
 
 import pytest
@@ -635,3 +636,44 @@ def test_weights_that_a_run_only_reads_are_not_compared(monkeypatch):
     monkeypatch.setattr(module, "agree", agree)
     fitted(Wide(), jit="kernels")
     assert set(compared) == {False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (0, 3), (1, 70000), (5, 3, 40000), (200000,)])
+def test_large_tensors_are_compared_in_pieces(shape, dtype):
+    """The largest difference counts in relation to the largest value, wherever they are."""
+    one = torch.ones(shape, dtype=dtype)
+    assert cpu_kernels.agree(one, one.clone())
+    if not one.numel():
+        return
+    off = cpu_kernels._TOLERANCES.get(dtype, cpu_kernels._TOLERANCE_OF_OTHERS)
+    for factor, is_close in ((0.5, True), (2.0, False)):
+        other = one.clone()
+        other.view(-1)[-1] += 1000 * factor * off
+        one.view(-1)[0] = other.view(-1)[0] = 1000
+        assert cpu_kernels.agree(one, other) == (is_close or one.dim() == 0)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "is_close"),
+    [
+        ([math.nan, 1.0], [math.nan, 1.0], True),
+        ([math.nan, 1.0], [math.nan, 1.1], False),
+        ([1.0, 1.0], [math.nan, 1.0], False),
+        ([math.inf, 1.0], [math.inf, 1.0], True),
+        ([math.inf, 1.0], [-math.inf, 1.0], False),
+        ([math.nan, math.nan], [math.nan, math.nan], True),
+    ],
+)
+def test_values_that_are_not_finite_agree_with_the_same(left, right, is_close):
+    assert cpu_kernels.agree(torch.tensor(left), torch.tensor(right)) == is_close
+
+
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+def test_a_first_micro_batch_of_nan_is_named_and_not_what_compares_kernels():
+    model = ipufit.Model(Wide(), engine="embedded")
+    model.compile("adam", "cross_entropy", jit="kernels")
+    x, y = pictures(16)
+    with pytest.raises(ipufit.errors.NonFiniteLossError, match=r"update 0\. .* not finite: nan"):
+        model.fit(x * math.nan, y, batch_size=16, verbose=0)

@@ -32,6 +32,7 @@ _CONVOLUTION, _ALL, _SEEING = "convolution", "all", "seeing"
 def convolve_by_products(graph: fx.Graph) -> int:
     """Replace convolutions, and their backward, where products are faster; how many."""
     count = 0
+    recorded: Dict[str, fx.Graph] = {}
     for node in list(graph.nodes):
         products = _BY_PRODUCTS.get(node.target)
         if products is None or not _has_few_positions(node):
@@ -48,10 +49,11 @@ def convolve_by_products(graph: fx.Graph) -> int:
         way = fastest(key, functools.partial(_on_random_tensors, ways, shapes))
         if way == _CONVOLUTION:
             continue
-        recorded = capture(ways[way], list(map(torch.empty, shapes))).graph
-        inputs = (each for each in recorded.nodes if each.op == "placeholder")
+        if str(key) not in recorded:
+            recorded[str(key)] = capture(ways[way], list(map(torch.empty, shapes))).graph
+        inputs = (each for each in recorded[str(key)].nodes if each.op == "placeholder")
         with graph.inserting_before(node):
-            results = graph.graph_copy(recorded, dict(zip(inputs, sources)))
+            results = graph.graph_copy(recorded[str(key)], dict(zip(inputs, sources)))
         assert isinstance(results, list)
         is_backward = node.target is not _aten.convolution.default
         for user in list(node.users) if is_backward else [node]:
