@@ -84,7 +84,7 @@ class SourceTracker:
     ) -> None:
         self._names: Dict[int, Tuple[str, str]] = {}
         for name, part in step.named_modules():
-            self._names[id(part)] = (_public(name), type(part).__name__)
+            self._names[id(part)] = (user_name(name), type(part).__name__)
         self._names[id(step)] = (LOSS, "")
         self._on_return = on_return
         self._stack: List[Tuple[str, str]] = []
@@ -125,7 +125,10 @@ class SourceTracker:
     def _end(self, part: nn.Module, args: object, output: object) -> None:
         if id(part) not in self._names:
             return
-        name, kind = self._stack.pop()
+        name, kind = called = self._names[id(part)]
+        # A module whose exception was caught has not returned.
+        while self._stack.pop() != called:
+            pass
         tensors = tuple(tree.tensors(output))
         if _number_of_last() is None:
             self._claim([t.grad_fn for t in tensors], Origin(name, kind, is_backward=True))
@@ -165,10 +168,11 @@ class SourceTracker:
         return dataclasses.replace(origin, is_backward=True)
 
 
-def _public(name: str) -> str:
-    if name == "net":
-        return ""
-    return LOSS if name == "loss_module" else public_name(name)
+def user_name(name: str) -> str:
+    """A module's name in the user's model, with "loss" before those of the loss."""
+    if name.partition(".")[0] == "loss_module":
+        return LOSS + name[len("loss_module") :]
+    return "" if name == "net" else public_name(name)
 
 
 def _number_of_last() -> Optional[int]:

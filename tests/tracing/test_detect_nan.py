@@ -458,6 +458,55 @@ def test_training_goes_on_with_the_same_numbers(way):
     assert all(torch.equal(one, two) for one, two in zip(*weights))
 
 
+class _Picky(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+
+class _Tries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.picky = _Picky()
+
+    def forward(self, x):
+        try:
+            return self.picky(x)
+        except ValueError:
+            return x.flatten(1)
+
+
+@pytest.mark.parametrize("detect", [True, False])
+def test_a_module_around_one_that_raised_and_was_caught_is_not_named(detect):
+    """The layer to look at is the one that computes."""
+
+    class Log(Forward):
+        def __init__(self):
+            super().__init__()
+            self.tries = _Tries()
+
+        def forward(self, x):
+            x = self.inner(self.tries(x)) * 0
+            return self.head(torch.log(x))
+
+    error = error_of(built(Log, detect_nan=detect), *data())
+    assert (error.found.operator, error.found.module) == ("aten.log.default", "")
+
+
+def test_a_module_of_the_loss_is_named_as_a_part_of_the_loss():
+    """Its name within ipufit's step says nothing to a user."""
+
+    class Rooted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log = Log()
+
+        def forward(self, prediction, target):
+            return self.log(prediction * 0).mean()
+
+    error = error_of(built(Forward, loss=Rooted()), *data(value=1.0))
+    assert error.found.module == "loss.log"
+
+
 def test_without_it_nothing_is_looked_at(monkeypatch):
     """It must cost nothing to those who do not ask."""
 

@@ -15,7 +15,6 @@ from ipufit.engines.ipu.preflight.facts import (
     CONSTANT,
     SETTINGS,
     SUPPORTED,
-    CodeLocation,
     DeviceTensor,
     DispatchedCall,
     Fact,
@@ -28,6 +27,7 @@ from ipufit.engines.ipu.preflight.facts import (
 from ipufit.engines.ipu.preflight.recording import Recording, record
 from ipufit.engines.ipu.preflight.report import PreflightFinding, PreflightReport, merged
 from ipufit.losses import Loss
+from ipufit.tracing.source_map import Origin
 
 _OPERATORS = "operators"
 
@@ -83,12 +83,12 @@ def preflight(
 
 
 def _findings(
-    facts: Iterable[Fact], location: CodeLocation, what: Optional[str] = None
+    facts: Iterable[Fact], origin: Origin, what: Optional[str] = None
 ) -> Iterator[PreflightFinding]:
-    """Yield what facts say of something that ran at a location, None for what they are about."""
+    """Yield what facts say of something that ran, None for what they are about."""
     for fact in facts:
         if fact.verdict != SUPPORTED:
-            yield PreflightFinding.at(fact, fact.key if what is None else what, location)
+            yield PreflightFinding.at(fact, fact.key if what is None else what, origin)
 
 
 def of_calls(table: Table, calls: Sequence[DispatchedCall]) -> Iterator[PreflightFinding]:
@@ -99,14 +99,14 @@ def of_calls(table: Table, calls: Sequence[DispatchedCall]) -> Iterator[Prefligh
         facts = table.of(_OPERATORS, call.name, call)
         if call.is_whole and not facts:
             facts = [unlisted(_OPERATORS, call.name)]
-        yield from _findings(facts, call.location)
+        yield from _findings(facts, call.origin)
 
 
 def _of_modules(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
-    for module, location in recording.modules.values():
+    for module, origin in recording.modules.items():
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.nn"):
-                yield from _findings(table.of("layers", kind.__name__, module), location)
+                yield from _findings(table.of("layers", kind.__name__, module), origin)
                 break
 
 
@@ -114,20 +114,20 @@ def _of_failure(table: Table, recording: Recording) -> Iterator[PreflightFinding
     failure = recording.failure
     if failure is None:
         return
-    location = CodeLocation(recording.failed_in, failure.file, failure.line)
+    origin = Origin(recording.failed_in, file=failure.file, line=failure.line)
     facts = table.of("control flow", str(failure.cause))
-    yield from _findings(facts or [unlisted("control flow", cause=failure.brief)], location)
+    yield from _findings(facts or [unlisted("control flow", cause=failure.brief)], origin)
 
 
 def _of_bodies(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
-    for name, location in recording.bodies.items():
-        yield from _findings(table.of("control flow", name), location)
+    for name, origin in recording.bodies.items():
+        yield from _findings(table.of("control flow", name), origin)
 
 
 def _of_changes(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
-    for name, (dtype, location) in recording.changed.items():
+    for name, (dtype, origin) in recording.changed.items():
         what = f"{name!r} of {dtype_name(dtype)}, which forward changes"
-        yield from _findings(table.of("dtypes", CHANGED, dtype), location, what)
+        yield from _findings(table.of("dtypes", CHANGED, dtype), origin, what)
 
 
 def _of_tensors(

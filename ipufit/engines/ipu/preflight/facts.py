@@ -21,7 +21,6 @@ from typing import (
     Iterator,
     List,
     Mapping,
-    Optional,
     Sequence,
     Tuple,
     Type,
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from ipufit.core.compile_arguments import AUTO
 from ipufit.core.train_config import TrainConfig
+from ipufit.tracing.source_map import Origin
 
 SUPPORTED = "supported"
 LIMITED = "supported with limits"
@@ -64,20 +64,6 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeLocation:
-    """Place in the user's code where something happened.
-
-    Attributes:
-        module: name of the innermost module that ran; "" for the model itself, "loss" for the loss.
-        file, line: of the user's source, or that of a layer of torch's; None if no one's.
-    """
-
-    module: str = ""
-    file: Optional[str] = None
-    line: Optional[int] = None
-
-
-@dataclasses.dataclass(frozen=True)
 class DispatchedCall:
     """A call of an operator.
 
@@ -87,7 +73,7 @@ class DispatchedCall:
         constants: names of tensor arguments that depend on no input and no weight.
         is_constant_result: whether all of its tensors do so, and no random number is drawn.
         is_whole: False of an operator that torch writes with others, which come after it.
-        location: the place of the call.
+        origin: the place of the call.
     """
 
     name: str
@@ -95,7 +81,7 @@ class DispatchedCall:
     constants: FrozenSet[str]
     is_constant_result: bool
     is_whole: bool
-    location: CodeLocation
+    origin: Origin
 
 
 @dataclasses.dataclass(frozen=True)

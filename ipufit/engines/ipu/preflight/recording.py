@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import with_inputs_in
 from ipufit.core.train_config import Precision
-from ipufit.engines.ipu.preflight.facts import WHOLE, CodeLocation, DispatchedCall
+from ipufit.engines.ipu.preflight.facts import WHOLE, DispatchedCall
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.losses.rules import Doubt
 from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
-from ipufit.tracing.user_lines import user_frame
+from ipufit.tracing.source_map import Origin, SourceTracker, user_name
 from ipufit.utils import tree
 from ipufit.utils.state import call_with, watch_modules
 
@@ -164,7 +164,6 @@ def _bound(
     return bound
 
 
-_LOSS = "loss"
 _CONTROL = os.path.join("poptorch", "_operators", "control.py")
 
 
@@ -173,7 +172,7 @@ class Recording:
 
     Attributes:
         calls: operators, in order.
-        modules: modules that ran, by name, with where they were called first.
+        modules: modules that ran, with where they were called first.
         bodies: "for_loop" and "cond", of PopTorch's operators, with where they were entered.
         changed: buffers that forward changes, by name, with their type and where it does so first;
             counters of batches that nobody reads are left out.
@@ -185,11 +184,11 @@ class Recording:
 
     def __init__(self) -> None:
         self.calls: List[DispatchedCall] = []
-        self.modules: Dict[str, Tuple[nn.Module, CodeLocation]] = {}
-        self.bodies: Dict[str, CodeLocation] = {}
-        self.changed: Dict[str, Tuple[torch.dtype, CodeLocation]] = {}
+        self.modules: Dict[nn.Module, Origin] = {}
+        self.bodies: Dict[str, Origin] = {}
+        self.changed: Dict[str, Tuple[torch.dtype, Origin]] = {}
         self.failure: Optional[CaptureError] = None
-        self.failed_in = ""
+        self.failed_in: Optional[str] = None
         self.is_loss_left_out = False
         self.doubts: Tuple[Doubt, ...] = ()
 
@@ -271,14 +270,12 @@ class _Recorder:
         recording: what was recorded.
     """
 
-    def __init__(self, step: nn.Module, knows: Callable[[str], bool]) -> None:
+    def __init__(self, step: ModuleWithLoss, knows: Callable[[str], bool]) -> None:
         self.recording = Recording()
         self.knows = knows
         self._step = step
         self._buffers: Dict[int, str] = {}
-        parts = ((name, part) for name, part in step.named_modules() if name)
-        self._names = {id(part): _public(name) for name, part in parts}
-        self._running: List[str] = [""]
+        self._where = SourceTracker(step)
         self._moving: Set[int] = set()
         self._alive: List[Tensor] = []
 
@@ -303,13 +300,13 @@ class _Recorder:
         """
         self._note_moving(moving)
         try:
-            hooks = watch_modules(self._on_call, self._on_return)
-            with hooks, _Operators(self), torch.enable_grad():
+            where, calls = self._where.followed(), watch_modules(self._on_call)
+            with where, calls, _Operators(self), torch.enable_grad():
                 below = torch._C._AutoDispatchBelowAutograd()
                 try:
                     yield
                 except CaptureError:
-                    self.recording.failed_in = self._running[-1]
+                    self.recording.failed_in = self._where.now().module
                     raise
                 finally:
                     del below
@@ -325,15 +322,14 @@ class _Recorder:
                 names.add(name)
         return frozenset(names)
 
-    def looked(self) -> CodeLocation:
+    def looked(self) -> Origin:
         """Return where an operator is about to run, and record a body of control flow.
 
         Also called before an operator that makes no tensor.
         """
-        frame = sys._getframe(1)
-        location = self._location(frame)
-        self._note_body(frame, location)
-        return location
+        origin = self._where.now()
+        self._note_body(sys._getframe(1), origin)
+        return origin
 
     def note(
         self, operator: OpOverload, arguments: Dict[str, object], is_whole: bool
@@ -358,11 +354,11 @@ class _Recorder:
                 self._note_change(arguments.get(argument.name), here)
         return call
 
-    def _note_change(self, changed: object, here: CodeLocation) -> None:
+    def _note_change(self, changed: object, here: Origin) -> None:
         for tensor in tree.tensors(changed):
             name = self._buffers.get(_storage(tensor))
             if name is not None:
-                self.recording.changed.setdefault(_public(name), (tensor.dtype, here))
+                self.recording.changed.setdefault(user_name(name), (tensor.dtype, here))
 
     def ran(self, call: DispatchedCall, result: object) -> None:
         """Follow values that are unknown at compile time into the result."""
@@ -375,40 +371,18 @@ class _Recorder:
         self._alive += tensors
         self._moving.update(_storage(tensor) for tensor in tensors)
 
-    def _location(self, frame: Optional[types.FrameType]) -> CodeLocation:
-        user_line = user_frame(frame)
-        at = (user_line[0], user_line[1]) if user_line is not None else (None, None)
-        return CodeLocation(self._running[-1], *at)
-
-    def _note_body(self, frame: Optional[types.FrameType], location: CodeLocation) -> None:
+    def _note_body(self, frame: Optional[types.FrameType], origin: Origin) -> None:
         while frame is not None:
             code = frame.f_code
             if code.co_name in ("for_loop", "cond") and code.co_filename.endswith(_CONTROL):
-                self.recording.bodies.setdefault(code.co_name, location)
+                self.recording.bodies.setdefault(code.co_name, origin)
             frame = frame.f_back
 
     def _on_call(self, part: nn.Module, args: object) -> None:
-        name = self._names.get(id(part))
-        if name is not None:
-            self._running.append(name)
-            if name not in self.recording.modules:
-                self.recording.modules[name] = (part, self._location(sys._getframe(1)))
-
-    def _on_return(self, part: nn.Module, args: object, result: object) -> None:
-        name = self._names.get(id(part))
-        # A module whose exception was caught has not returned.
-        while name in self._running[1:] and self._running.pop() != name:
-            pass
+        if part not in self.recording.modules:
+            self.recording.modules[part] = self._where.now()
 
 
 def _storage(tensor: Tensor) -> int:
     dense = tensor.layout is torch.strided
     return int(tensor.untyped_storage()._cdata) if dense else id(tensor)
-
-
-def _public(name: str) -> str:
-    """Return a module's name in the user's model, with "loss" before those of the loss."""
-    first, _, rest = name.partition(".")
-    if first == "loss_module":
-        return f"{_LOSS}.{rest}" if rest else _LOSS
-    return rest

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Dict, List, Optional, Tuple
 
 from ipufit.engines.ipu.preflight import facts
+from ipufit.tracing.source_map import Origin
 from ipufit.utils.console import TextReport
 
 _VERDICTS = (facts.UNSUPPORTED, facts.UNKNOWN, facts.LIMITED)
@@ -35,15 +36,15 @@ class PreflightFinding:
     times: int = 1
 
     @classmethod
-    def at(cls, fact: facts.Fact, what: str, location: facts.CodeLocation) -> PreflightFinding:
-        """Make a finding about something that ran at a location.
+    def at(cls, fact: facts.Fact, what: str, origin: Origin) -> PreflightFinding:
+        """Make a finding about something that ran.
 
         Args:
             fact: what PopTorch says.
             what: the operator, layer, setting or tensor.
-            location: where it ran.
+            origin: where it ran.
         """
-        return cls(fact, what, location.module, location.file, location.line)
+        return cls(fact, what, origin.module, origin.file, origin.line)
 
     @property
     def verdict(self) -> str:

@@ -285,6 +285,14 @@ def test_the_modules_of_the_loss_have_its_name():
     assert (found.what, found.module) == ("LayerNorm(elementwise_affine=False)", "loss.norm")
 
 
+def test_what_a_loss_function_computes_is_in_the_loss():
+    """It is no part of the model either."""
+    model = ipufit.Model(nn.Linear(4, 3))
+    model.compile("sgd", lambda prediction, target: torch.special.erfcx(prediction).mean())
+    (found,) = model.preflight((X[:, 0], Y)).unknown
+    assert (found.what, found.module) == ("aten::special_erfcx", "loss")
+
+
 def test_a_loss_that_was_not_looked_at_is_unknown():
     """A yes without the loss would be half a yes."""
     report = compiled(nn.Linear(4, 3)).preflight(X[:, 0])
