@@ -22,6 +22,7 @@ from ipufit.losses import Loss
 from ipufit.partition.partition import Partition
 from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes
+from ipufit.utils.interrupts import call_each
 
 if TYPE_CHECKING:
     from ipufit.planner.planning import PartitionEstimator
@@ -222,7 +223,7 @@ class CallbackList:
             callbacks = self.callbacks
             if hook == "on_train_end":
                 callbacks, self._begun = self._begun, []
-            _call_all(callbacks, hook, args)
+            call_each(operator.methodcaller(hook, *args), iter(callbacks))
             return False
         answer = False
         for callback in self.callbacks:
@@ -345,15 +346,6 @@ class CallbackObserver(Observer):
             self.callbacks.call("on_train_end", logs)
         finally:
             self.callbacks.call("close")
-
-
-def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[object]) -> None:
-    """Every one in order, whatever the others raise; several errors are chained."""
-    if callbacks:
-        try:
-            getattr(callbacks[0], hook)(*args)
-        finally:
-            _call_all(callbacks[1:], hook, args)
 
 
 def _may_add(callback: Callback, name: str) -> bool:

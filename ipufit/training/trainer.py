@@ -19,7 +19,7 @@ from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils.console import warn_user
 from ipufit.utils.fault_injection import raise_injected_fault
-from ipufit.utils.interrupts import ForkGuard, defer_signals
+from ipufit.utils.interrupts import ForkGuard, call_each, defer_signals
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 
@@ -140,7 +140,7 @@ class Trainer:
                 # After an error too, the last hooks find, and may replace, what fit leaves.
                 self.job.program.enter_eval()
             finally:
-                _end_all(self.observers, logs)
+                call_each(lambda each: each.end_fit(logs), iter(self.observers))
 
     def evaluate(self, epoch: int = 0) -> Dict[str, float]:
         """Return the exact means over all samples of the data."""
@@ -278,15 +278,6 @@ class Trainer:
                 "gradients were not finite at the loss scale: the model learned nothing. Choose a "
                 "smaller ipufit.Precision(loss_scale=...), or 'dynamic'.",
             )
-
-
-def _end_all(observers: Sequence[Observer], logs: Dict[str, float]) -> None:
-    """End every observer, whatever the others raise; several errors are chained."""
-    if observers:
-        try:
-            observers[0].end_fit(logs)
-        finally:
-            _end_all(observers[1:], logs)
 
 
 class PredictionObserver(CallbackObserver):

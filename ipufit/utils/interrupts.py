@@ -16,11 +16,12 @@ import threading
 import traceback
 from contextvars import ContextVar
 from types import FrameType, FunctionType, MethodType, TracebackType
-from typing import Callable, Dict, Iterator, List, Optional, Type, Union
+from typing import Callable, Dict, Iterator, List, Optional, Type, TypeVar, Union
 
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import fold, terminal_size
 
+T = TypeVar("T")
 _Handler = Callable[[int, Optional[FrameType]], object]
 _START = multiprocessing.process.BaseProcess.start.__code__
 _LOADER = "torch.utils.data.dataloader"
@@ -95,17 +96,19 @@ def defer_signals(interrupts: bool = True, handlers: bool = False) -> Iterator[N
             yield
     finally:
         if pending:
-            _let_come([number for number in pending if replaced[number] is not of_workers])
+            waiting = [number for number in pending if replaced[number] is not of_workers]
+            call_each(signal.raise_signal, iter(waiting))
     if _SIGCHLD in pending and callable(of_workers):
         of_workers(_SIGCHLD, None)
 
 
-def _let_come(pending: List[int]) -> None:
-    if pending:
+def call_each(function: Callable[[T], object], values: Iterator[T]) -> None:
+    """Call a function with each value, whatever it raises; several errors are chained."""
+    for value in values:
         try:
-            signal.raise_signal(pending.pop(0))
+            function(value)
         finally:
-            _let_come(pending)
+            call_each(function, values)
 
 
 def is_of_handler(error: BaseException) -> bool:
@@ -224,7 +227,7 @@ def starting_processes(silent: bool = False) -> Iterator[None]:
         if (silent or not _is_main()) and hasattr(signal, "pthread_sigmask"):
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-        stack.callback(_let_come, pending)
+        stack.callback(call_each, signal.raise_signal, iter(pending))
         stack.callback(put_back)
         stack.callback(_IN_FORK.reset, _IN_FORK.set(begin_fork))
         for number in signal.valid_signals() if _is_main() else ():
