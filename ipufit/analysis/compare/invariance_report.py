@@ -184,7 +184,9 @@ def _calls(module: nn.Module, loss: Loss, batch: MicroBatch) -> List[_Call]:
         stack.append(_Call(name, part, args, kwargs, _generators()))
 
     def end(part: nn.Module, args: object, output: object) -> None:
-        call = stack.pop()
+        # A module whose exception was caught has not returned.
+        while (call := stack.pop()).module is not part:
+            pass
         call.output = tree.map_leaves(_copy_tensor, output)
         moved = any(not torch.equal(a, b) for a, b in zip(call.before, _generators()))
         call.draws = moved

@@ -37,6 +37,25 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
+class Picky(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+
+class Tries(nn.Module):
+    """Takes the mean over the batch itself, after a layer that raises what it catches."""
+
+    def __init__(self):
+        super().__init__()
+        self.picky = Picky()
+
+    def forward(self, x):
+        try:
+            return self.picky(x)
+        except ValueError:
+            return x - x.mean(0)
+
+
 class OwnCode(nn.Module):
     """Takes the mean over the batch itself, beside a layer that does so too."""
 
@@ -147,6 +166,7 @@ def _numbers(s):
     [
         (around(lambda: nn.BatchNorm1d(8)), [("middle", "batch")]),
         (around(Centred), [("middle", "batch")]),
+        (around(Tries), [("middle", "batch")]),
         (OwnCode, [("norm", "batch"), ("", "batch")]),
         (around(lambda: nn.Dropout(0.5)), [("middle", "random")]),
         (nets.CNN, [("norm", "batch"), ("drop", "random")]),
