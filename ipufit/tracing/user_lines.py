@@ -24,7 +24,7 @@ _TORCH_MODULES = os.path.join(TORCH_PATH, "nn") + os.sep
 CALLERS = (
     os.path.join(PACKAGE, "tracing", "grad_step.py"),
     os.path.join(PACKAGE, "poptorch", "_recording.py"),
-    os.path.join(PACKAGE, "analysis", "check", "runs.py"),
+    os.path.join(PACKAGE, "analysis", "check", "check.py"),
 )
 
 # A function that sys.settrace takes.
