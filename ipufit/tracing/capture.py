@@ -7,7 +7,6 @@ drawn.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import logging
 import os
 import re
@@ -28,7 +27,7 @@ from ipufit.errors import CaptureError
 from ipufit.tracing.recording import NEEDS_VALUES, LeftBehindError, OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.tracing.unread_values import reads_classes, without_values
-from ipufit.tracing.user_lines import TORCH_PATH, Frame, frame_of, user_frame
+from ipufit.tracing.user_lines import TORCH_PATH, Frame, frame_of, source_line, user_frame
 from ipufit.utils.console import PACKAGE, is_fault_of_ours
 from ipufit.utils.random_operators import draw_on_host, draws
 from ipufit.utils.random_streams import LOCK
@@ -50,7 +49,7 @@ def describe_frame(frame: Optional[Frame]) -> str:
     if frame is None:
         return ""
     file, line, function = frame
-    source = linecache.getline(file, line).strip()
+    source = source_line(file, line)
     return f", at {file}:{line} in {function}{f': `{source}`' if source else ''}"
 
 
@@ -190,7 +189,7 @@ def fault_error(kind: str, frame: Optional[Frame]) -> CaptureError:
 
 def value_error(frame: Optional[Frame]) -> CaptureError:
     """Python needs a tensor's value there."""
-    source = linecache.getline(frame[0], frame[1]).strip() if frame else ""
+    source = source_line(frame[0], frame[1]) if frame else ""
     if _NUMBER.search(source):
         return fault_error("number", frame)
     if _BRANCH.search(source):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import linecache
 import sys
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -20,7 +19,7 @@ from ipufit.tracing.capture import capture
 from ipufit.tracing.grad_step import MicroBatchStep, ModuleWithLoss
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import GraphPlace, autograd_nodes, current_graph, listen_to_backward
-from ipufit.tracing.user_lines import user_frame
+from ipufit.tracing.user_lines import source_line, user_frame
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
@@ -51,9 +50,7 @@ class Origin:
     @property
     def source(self) -> str:
         """The line's text, if there is a file to read it from."""
-        if self.file is None or self.line is None:
-            return ""
-        return linecache.getline(self.file, self.line).strip()
+        return source_line(self.file, self.line)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import linecache
 import re
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
@@ -18,7 +17,7 @@ from ipufit.tracing.fingerprint import CodeReader, StepModule
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.user_lines import Frame, Lines, users_module
+from ipufit.tracing.user_lines import Frame, Lines, source_line, users_module
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import LOCK, Generators, generator_state
 from ipufit.utils.state import parts_of
@@ -26,7 +25,7 @@ from ipufit.utils.state import parts_of
 
 def advise_call(frame: Optional[Frame]) -> str:
     """Which call of torch's to use instead of the one in a line, as a sentence."""
-    source = linecache.getline(frame[0], frame[1]) if frame is not None else ""
+    source = source_line(frame[0], frame[1]) if frame is not None else ""
     call = next(call for words, call in _CALLS if re.search(words, source))
     branch = ", and choose with torch.where instead of a branch" if _BRANCH.search(source) else ""
     return f"Draw with {call}, whose numbers are part of the program{branch}."

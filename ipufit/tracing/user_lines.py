@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import sys
 import sysconfig
@@ -74,6 +75,11 @@ def user_frame(frame: Optional[types.FrameType], everywhere: bool = False) -> Op
     """
     walked = traceback.walk_stack(frame)
     return _innermost([(f.f_code.co_filename, n, f.f_code.co_name) for f, n in walked], everywhere)
+
+
+def source_line(file: Optional[str], line: Optional[int]) -> str:
+    """The text of a line without its indentation; empty where there is no file to read it from."""
+    return linecache.getline(file or "", line or 0).strip()
 
 
 def frame_of(error: BaseException, everywhere: bool = False) -> Optional[Frame]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import linecache
 import re
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
@@ -13,7 +12,7 @@ from ipufit.analysis.check.recorders import TraceDifference
 from ipufit.errors import CaptureError
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.untraced_random import advise_call, describe_draw
-from ipufit.tracing.user_lines import Frame, users_module
+from ipufit.tracing.user_lines import Frame, source_line, users_module
 from ipufit.tracing.validate import line_of
 from ipufit.utils.console import TextReport
 from ipufit.utils.state import Change
@@ -102,7 +101,7 @@ def _count(number: int, what: str) -> str:
 
 def _shown(finding: Finding) -> str:
     where = f"{finding.file}:{finding.line} in {finding.function}" if finding.file else "(no line)"
-    source = linecache.getline(finding.file or "", finding.line or 0).strip()
+    source = source_line(finding.file, finding.line)
     lines = [
         f"{where}: {finding.severity} [{finding.kind}]",
         *([f"    {source}"] if source else []),
@@ -170,7 +169,7 @@ def differs_at(difference: TraceDifference, causes: Iterable[str]) -> Finding:
         causes: titles of what forward changes.
     """
     file, line, function = difference.frame or _NOWHERE
-    source = linecache.getline(file, line) if file and line else ""
+    source = source_line(file, line)
     named = [title for title in causes if title in difference.titles or _is_in(title, source)]
     cause = f" ({', '.join(dict.fromkeys(named))})" if named else ""
     if difference.kind == "program":

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import hashlib
 import io
-import linecache
 import logging
 import numbers
 import sys
@@ -26,7 +25,7 @@ from ipufit.tracing.capture import fault_error, makes_shape, value_error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.interpreter import Listener, OperatorCall
-from ipufit.tracing.user_lines import Frame, is_installed, is_users, user_frame
+from ipufit.tracing.user_lines import Frame, is_installed, is_users, source_line, user_frame
 from ipufit.utils import tree
 from ipufit.utils.random_operators import draws
 from ipufit.utils.state import replaced
@@ -328,7 +327,7 @@ def quiet(events: OutputEvents) -> Iterator[None]:
         while frame is not None and frame.f_globals.get("__name__") == "warnings":
             frame = frame.f_back
         # torch's own warnings come from the line that calls torch, too.
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+        source = source_line(frame.f_code.co_filename, frame.f_lineno) if frame else ""
         if frame is not None and is_users(frame.f_code.co_filename) and "warn" in source:
             events.out("warns")
 
