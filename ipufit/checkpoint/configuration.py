@@ -47,6 +47,7 @@ from ipufit.losses import Loss
 from ipufit.optim.schedules import settings
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
+from ipufit.utils.state import value_at
 
 # Besides these, hyper-parameters of the optimizer by the names that torch has for them.
 CHANGEABLE = frozenset(
@@ -363,7 +364,7 @@ def _function(value: Callable[..., object], depth: int) -> object:
     is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", _OWN)
     if code is None or is_torchs or "site-packages" in code.co_filename:
         return name
-    cells = [_content(cell) for cell in function.__closure__ or ()]
+    cells = [value_at(cell, "cell_contents") for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     globals_of = function.__globals__
     names = [name for name in code.co_names if _is_plain(globals_of.get(name))]
@@ -377,13 +378,6 @@ def _function(value: Callable[..., object], depth: int) -> object:
         "code": f"{_PYTHON}:{_code(code)}",
         "values": _described(values, depth + 1),
     }
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _code(code: types.CodeType) -> str:

@@ -91,7 +91,8 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
         return None
     if resume != "auto":
         folder, name = os.path.split(os.path.abspath(resume))
-        later = names[names.index(name) + 1 :] if _is_in(store, folder) and name in names else []
+        is_stored = store is not None and os.path.abspath(store.folder) == folder
+        later = names[names.index(name) + 1 :] if is_stored and name in names else []
         if later:
             raise ConfigurationError(
                 f"resume continues from {name!r}, but checkpoint={folder!r} has later ones, such "
@@ -114,10 +115,6 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     for damaged in names[names.index(name) + 1 :]:
         store.set_aside(damaged)
     return RestoredState.of(store, name, contents)
-
-
-def _is_in(store: Optional[Store], folder: str) -> bool:
-    return store is not None and os.path.abspath(store.folder) == folder
 
 
 @dataclasses.dataclass

@@ -93,11 +93,6 @@ def _data_cure(params: Mapping[str, object]) -> str:
     return "Give the DataLoader more workers, or make reading a sample cheaper."
 
 
-def _caller(params: Mapping[str, object]) -> str:
-    """Name what takes the arguments of an execution, beside a Trainer or without."""
-    return "IPUStrategy" if params.get("trainer") else "fit"
-
-
 def _of_work(facts: Facts, rows: Columns) -> Iterator[_Said]:
     params, phases = facts["params"], facts["phases"]
     executions = sum(rows["executions"])
@@ -109,10 +104,12 @@ def _of_work(facts: Facts, rows: Columns) -> Iterator[_Said]:
         and facts["seconds"] >= _LEAST_SECONDS
         and between / (between + working) >= _BETWEEN
     ):
+        # What takes the arguments of an execution.
+        caller = "IPUStrategy" if params.get("trainer") else "fit"
         yield (
             f"{share(between / (between + working))} of the time of an execution is spent around "
             "the program, because an execution is a single small update.",
-            f"Make several updates per execution: {_caller(params)}(device_iterations=16). The "
+            f"Make several updates per execution: {caller}(device_iterations=16). The "
             "numbers stay the same.",
         )
     if params.get("dropped_samples"):

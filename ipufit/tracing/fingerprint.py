@@ -14,7 +14,6 @@ import inspect
 import sys
 import types
 import weakref
-import zlib
 from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
 
 import torch
@@ -118,8 +117,9 @@ class CodeReader:
         step: the user's module with the loss.
 
     Attributes:
-        values: plain values, containers of them, arrays and tensors, each behind a title for people
-            such as "ALPHA" or "Config.alpha"; what the code itself writes is left out.
+        values: plain values, containers of them, arrays, tensors, classes and modules, the code of
+            functions that were followed, and other functions, each behind a title for people such
+            as "ALPHA" or "Config.alpha"; what the code itself writes is left out.
         generators: objects that draw random numbers, likewise.
         places: where the code finds values, whatever they are.
         names: all names in the code, those of attributes included, and texts that may be some.
@@ -130,52 +130,60 @@ class CodeReader:
         self.generators: List[Tuple[str, object]] = []
         self.places: List[Place] = []
         self.names: Set[str] = set()
-        self._seen: Set[Tuple[int, Optional[type]]] = set()
+        self._seen: Set[Tuple[int, Optional[type]]] = {(id(part), None) for part in step.modules()}
         for kind in dict.fromkeys(map(type, step.modules())):
             for base in kind.__mro__:
-                if _is_of_users(base):
-                    for entry in _ENTRIES:
-                        self._read(vars(base).get(entry), kind)
+                for entry in _ENTRIES:
+                    self._read(vars(base).get(entry), f"{base.__name__}.{entry}", kind)
         for part in step.modules():
-            self._read(vars(part).get("forward"), type(part))
+            self._read(vars(part).get("forward"), f"{type(part).__name__}.forward", type(part))
             for name, value in vars(part).items():
-                if name in self.names and _is_function(value):
-                    self._read(value)
+                if name in self.names:
+                    self._read(value, f"{type(part).__name__}.{name}")
             for hooks in ("_forward_hooks", "_forward_pre_hooks"):
                 for hook in vars(part).get(hooks, {}).values():
-                    self._read(hook)
+                    self._read(hook, f"a hook of {type(part).__name__}")
         for function in step.functions:
-            self._read(function)
+            self._read(function, "the loss")
         written = _WRITTEN.get(step.net, ())
         self.values = [(title, value) for title, value in self.values if title not in written]
 
-    def _read(self, value: object, kind: Optional[type] = None) -> None:
-        """Follow a function, or what stands for one.
+    def _read(
+        self, value: object, title: str, kind: Optional[type] = None, follows: bool = True
+    ) -> None:
+        """Note a function, or what stands for one, and follow it.
 
         Args:
-            value: anything; what has no code of the user's is passed over.
+            value: anything; what has no code is passed over.
+            title: of its place, for people.
             kind: the class whose method it is.
+            follows: whether to search its code, where that is the user's.
         """
         if isinstance(value, functools.partial):
             for place, argument in (*enumerate(value.args), *value.keywords.items()):
-                if isinstance(argument, _CONTAINERS):
-                    self.values.append((f"argument {place!r} of a partial", argument))
-            return self._read(value.func)
-        if isinstance(value, property):
-            return self._read(value.fget, kind)
-        if isinstance(value, (staticmethod, classmethod)):
-            return self._read(value.__func__, kind)
+                self._note(f"argument {place!r} of a partial", argument, set(), 0)
+            return self._read(value.func, title, follows=follows)
+        if isinstance(value, (property, staticmethod, classmethod)):
+            function = value.fget if isinstance(value, property) else value.__func__
+            return self._read(function, title, kind)
         if isinstance(value, types.MethodType):
-            return self._read(value.__func__, type(value.__self__))
-        if not isinstance(value, types.FunctionType):
-            call = type(value).__dict__.get("__call__")
-            if isinstance(call, types.FunctionType) and not isinstance(value, nn.Module):
-                self._read(call, type(value))
+            self.values.append((title, value))
+            return self._read(value.__func__, title, type(value.__self__), follows)
+        call = type(value).__dict__.get("__call__")
+        if isinstance(call, types.FunctionType) and not isinstance(value, nn.Module):
+            return self._read(call, title, type(value))
+        if not inspect.isroutine(value):
             return None
-        # At a prompt, and of python -c, code has no file.
-        is_installed = value.__module__ != "__main__" and not is_users(value.__code__.co_filename)
-        if (id(value), kind) in self._seen or is_installed:
-            return None
+        if follows and isinstance(value, types.FunctionType) and _has_code_of_users(value):
+            # Another version of a function often has the same code.
+            self.values.append((title, value.__code__))
+            return None if (id(value), kind) in self._seen else self._follow(value, kind)
+        self.values.append((title, value))
+        within = inspect.unwrap(value)
+        return None if within is value else self._read(within, title, kind, follows)
+
+    def _follow(self, value: types.FunctionType, kind: Optional[type]) -> None:
+        """Search the code of a function."""
         self._seen.add((id(value), kind))
         names = _names(value.__code__)
         self.names |= names
@@ -186,9 +194,7 @@ class CodeReader:
         self._note_new_names(value, kind)
         self._read_own_variables(value, names)
         if kind is not None:
-            for name in sorted(names):
-                self._note_member(kind, name, names)
-        return None
+            self._note_members(kind, names)
 
     def _note_new_names(self, function: types.FunctionType, kind: Optional[type]) -> None:
         """Note the places of globals, and of attributes of classes, that code will make."""
@@ -207,58 +213,63 @@ class CodeReader:
                 continue
             if name != "__class__":
                 self.places.append((name, cell, "cell_contents", content))
-                # A wrapped function belongs to its wrapper, wherever it is defined.
-                self._note(name, content, names, _DEPTH_OF_VALUES, is_inside=True)
+                if inspect.isroutine(content):
+                    # A wrapped function belongs to its wrapper, wherever it is defined.
+                    self._read(content, name)
+                else:
+                    self._note(name, content, names, _DEPTH_OF_VALUES)
         positional = function.__code__.co_varnames[: function.__code__.co_argcount]
         defaults = function.__defaults__ or ()
         defaulted = zip(positional[len(positional) - len(defaults) :], defaults)
         self.places.append((function.__name__, function, "__defaults__", defaults or None))
         for name, default in (*defaulted, *(function.__kwdefaults__ or {}).items()):
-            if not isinstance(default, (*PLAIN, type)):
-                self._note(name, default, names, _DEPTH_OF_VALUES)
+            self._note(name, default, names, _DEPTH_OF_VALUES)
 
-    def _note_member(self, kind: type, name: str, names: Set[str]) -> None:
-        """Note the value that ``self.name`` reads from a class of the user's."""
-        for base in kind.__mro__:
-            if name in vars(base) and _is_of_users(base):
-                title = f"{kind.__name__}.{name}"
-                self.places.append((title, base, name, vars(base)[name]))
-                self._note(title, vars(base)[name], names, _DEPTH_OF_VALUES, kind=kind)
-                return
+    def _note_members(self, kind: type, names: Set[str], makes_objects: bool = False) -> None:
+        """Note what code reads from a class of the user's.
+
+        Methods are called without their names as well; of modules forward, which is always read.
+        """
+        members: Dict[str, type] = {}
+        for base in filter(_is_of_users, reversed(kind.__mro__)):
+            is_operand = users_module(base) and not issubclass(base, nn.Module)
+            for name, member in vars(base).items():
+                is_special = name.startswith("__") or issubclass(base, torch.autograd.Function)
+                is_called = is_operand and is_special and (makes_objects or name != "__init__")
+                if name in names or (is_called and inspect.isroutine(member)):
+                    members[name] = base
+        for name in sorted(members):
+            title, value = f"{kind.__name__}.{name}", vars(members[name])[name]
+            self.places.append((title, members[name], name, value))
+            self._note(title, value, names, _DEPTH_OF_VALUES, kind=kind)
 
     def _note(
-        self,
-        title: str,
-        value: object,
-        names: Set[str],
-        depth: int,
-        is_inside: bool = False,
-        kind: Optional[type] = None,
+        self, title: str, value: object, names: Set[str], depth: int, kind: Optional[type] = None
     ) -> None:
-        if isinstance(value, (*PLAIN, *_CONTAINERS, Tensor)) or _is_array(value):
+        kinds = (*PLAIN, *_CONTAINERS, Tensor, type, nn.Module)
+        is_value = isinstance(value, kinds) or _is_array(value)
+        if is_value and (id(value), None) not in self._seen:
             self.values.append((title, value))
-        elif generator_state(value) is not None:
+        if generator_state(value) is not None:
             self.generators.append((title, value))
-        elif _is_function(value) or kind is not None:
-            if is_inside or kind is not None or users_module(getattr(value, "func", value)):
-                self._read(value, kind)
-        elif depth and not isinstance(value, nn.Module):
+        elif kind is not None or inspect.isroutine(value) or isinstance(value, functools.partial):
+            follows = kind is not None or users_module(getattr(value, "func", value))
+            self._read(value, title, kind, follows)
+        elif depth and (isinstance(value, type) or not is_value):
             self._note_object(title, value, names, depth)
 
     def _note_object(self, title: str, value: object, names: Set[str], depth: int) -> None:
         """Note attributes of a class, a module or another object that the code has names for."""
-        if isinstance(value, (type, types.ModuleType)) and not _is_of_users(value):
-            return
         if isinstance(value, type):
-            for name in sorted(names):
-                self._note_member(value, name, names)
-            return
+            return self._note_members(value, names, makes_objects=True)
+        is_of_others = isinstance(value, types.ModuleType) and not _is_of_users(value)
         for name in sorted(names.intersection(getattr(value, "__dict__", ()))):
-            self.places.append((f"{title}.{name}", vars(value), name, vars(value)[name]))
-            self._note(f"{title}.{name}", vars(value)[name], names, depth - 1)
-        if _is_of_users(type(value)):
-            for name in (*sorted(names), "__call__"):
-                self._note_member(type(value), name, names)
+            member = vars(value)[name]
+            if not is_of_others:
+                self.places.append((f"{title}.{name}", vars(value), name, member))
+            if not is_of_others or inspect.isroutine(member) or inspect.ismodule(member):
+                self._note(f"{title}.{name}", member, names, depth - 1)
+        return self._note_members(type(value), names)
 
 
 def _names(code: types.CodeType) -> Set[str]:
@@ -284,16 +295,17 @@ def _new_names(code: types.CodeType) -> Tuple[FrozenSet[str], FrozenSet[str]]:
     return frozenset(names["STORE_GLOBAL"]), frozenset(names["STORE_ATTR"])
 
 
-def _is_function(value: object) -> bool:
-    return isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
-
-
 def _is_of_users(value: object) -> bool:
     """Say whether a class or a module is neither torch's, ipufit's nor Python's own."""
     if isinstance(value, types.ModuleType):
         return value.__name__ == "__main__" or is_users(getattr(value, "__file__", None) or "<>")
     module = sys.modules.get(value.__module__)
     return module is not None and _is_of_users(module)
+
+
+def _has_code_of_users(function: types.FunctionType) -> bool:
+    # At a prompt, and of python -c, code has no file.
+    return function.__module__ == "__main__" or is_users(function.__code__.co_filename)
 
 
 def _is_array(value: object) -> bool:
@@ -338,11 +350,13 @@ def fingerprint(module: StepModule) -> Tuple[Tuple[Tuple[object, ...], ...], Tup
 
 
 def _values_read(reader: CodeReader, referents: List[object]) -> Dict[Tuple[str, int], object]:
-    """Return the values that code reads and does not write, frozen, by title and place."""
-    return {
-        (title, place): _freeze(value, _DEPTH_OF_OBJECTS, referents)
-        for place, (title, value) in enumerate(reader.values)
-    }
+    """Return the values that code reads and does not write, frozen, by title and number."""
+    places: Dict[str, int] = {}
+    values: Dict[Tuple[str, int], object] = {}
+    for title, value in reader.values:
+        places[title] = places.get(title, 0) + 1
+        values[title, places[title]] = _freeze(value, _DEPTH_OF_OBJECTS, referents)
+    return values
 
 
 def _owners(call: object) -> Iterator[object]:
@@ -365,9 +379,13 @@ def _has_settings(value: object) -> bool:
 
 
 def _freeze(value: Any, depth: int, referents: List[object]) -> object:
-    if isinstance(value, PLAIN):
+    if isinstance(value, (*PLAIN, types.CodeType)):
         # 1, 1.0 and True are equal, and not the same to a program.
         return (type(value), value)
+    if isinstance(value, types.MethodType):
+        # Each look at the attribute of an object makes another one.
+        referents.append(value.__self__)
+        return (id(value.__self__), _freeze(value.__func__, 0, referents))
     if depth and isinstance(value, dict):
         return tuple(
             (_freeze(k, 0, referents), _freeze(v, depth - 1, referents)) for k, v in value.items()
@@ -382,7 +400,7 @@ def _freeze(value: Any, depth: int, referents: List[object]) -> object:
         return (id(value), _freeze(vars(value), depth - 1, referents))
     referents.append(value)
     if _is_array(value) and value.nbytes <= _LARGEST_ARRAY:
-        return (id(value), value.shape, zlib.crc32(value.tobytes()))
+        return (id(value), value.shape, hash(value.tobytes()))
     if isinstance(value, Tensor):
         return (id(value), version_of(value))
     # Of what is called, numbers and strings; the rest of it may be large.
@@ -462,9 +480,9 @@ class FrozenValues:
 def _text(title: str, before: object, after: object) -> str:
     both = isinstance(before, PLAIN) and isinstance(after, PLAIN)
     change = f"changed from {before!r} to {after!r}" if both else "changed"
+    buffer = "make it a buffer of the module or of the loss module, and change it in place; or "
     return (
         f"{title} {change} within an epoch, but it is a constant of the program: until the end of "
-        "the epoch, forward and loss use its old value. To change it within an epoch, make it a "
-        "buffer of the module or of the loss module, and change it in place; or use compile(..., "
-        "run_eagerly=True)."
+        "the epoch, forward and loss use its old value. To change it within an epoch, "
+        f"{'' if isinstance(after, types.CodeType) else buffer}use compile(..., run_eagerly=True)."
     )

@@ -222,7 +222,7 @@ class Change:
 
     def probe(self) -> object:
         """Return a value that differs once the place has changed again."""
-        value = self.owner if self.name is None else _value_at(self.owner, self.name)
+        value = self.owner if self.name is None else value_at(self.owner, self.name)
         if isinstance(value, PLAIN):
             return (type(value), repr(value))
         items: object = None
@@ -330,7 +330,7 @@ class ValueSnapshot:
             elif part.is_told and not _is_equal(part.before, part.now):
                 yield Change(part.title, "grown", part.now)
         for title, owner, name, before in self._places if self._is_deep else ():
-            if not _is_equal(before, _value_at(owner, name)):
+            if not _is_equal(before, value_at(owner, name)):
                 yield Change(title, "set", owner, name)
 
     def written(self) -> Iterator[Change]:
@@ -360,7 +360,7 @@ class ValueSnapshot:
             if part.is_whole:
                 refill(part.now, part.before)
         for _, owner, name, before in self._places if self._is_deep else ():
-            if _value_at(owner, name) is not before:
+            if value_at(owner, name) is not before:
                 _bind(owner, name, before)
         return self.forget()
 
@@ -381,7 +381,7 @@ class ValueSnapshot:
                 titles.append(part.title)
                 refill(now, before)
         for title, owner, name, before in self._places:
-            value = _value_at(owner, name)
+            value = value_at(owner, name)
             if value is not before and _is_recorded(value):
                 titles.append(title)
                 _bind(owner, name, before)
@@ -395,7 +395,7 @@ class ValueSnapshot:
 GONE = object()
 
 
-def _value_at(owner: object, name: str) -> object:
+def value_at(owner: object, name: str) -> object:
     """Return what a global, a variable around a function or an attribute of a class has now."""
     if isinstance(owner, (dict, type)):
         return (owner if isinstance(owner, dict) else vars(owner)).get(name, GONE)

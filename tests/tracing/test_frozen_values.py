@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import warnings
@@ -369,3 +370,167 @@ def test_a_setting_of_another_file_counts(run_eagerly):
         assert model.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(whole / 4, rel=1e-12)
     finally:
         del sys.modules[settings.__name__]
+
+
+# ---- functions that a recording has followed -----------------------------------------------------
+
+
+def doubled(x):
+    return 2 * x
+
+
+def tripled(x):
+    return 3 * x
+
+
+def scaled(x, by=1.0):
+    return by * x
+
+
+@torch.no_grad()
+def largest():
+    return GAIN
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by * GAIN
+
+    def __rmul__(self, x):
+        return self.by * x
+
+    def times(self, x):
+        return 5 * self.by * x
+
+
+CURVE, ACTIVATION, GAIN = torch.square, nn.Tanh(), 2.0
+FIRST, SECOND, THIRD = doubled, tripled, doubled
+PARTIAL, BOUND, VMAPPED = functools.partial(scaled, by=2.0), Scale(1.0).times, torch.vmap(doubled)
+FEW = [doubled]
+
+
+class Straight(torch.autograd.Function):
+    """Passes a gradient on as it comes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return GAIN * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Called(nn.Module):
+    """Calls functions by names of its file, of its class and of torch."""
+
+    curve = staticmethod(torch.square)
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1).double()
+
+    def gain(self, x):
+        return 2 * x
+
+    def forward(self, x):
+        x = Straight.apply(CURVE(self.curve(self.gain(self.layer(x))))) / 1000 * Scale(3.0)
+        x = THIRD(SECOND(FIRST(x))) + FEW[0](x) + scaled(x)
+        return nn.functional.gelu(VMAPPED(BOUND(PARTIAL(x)))) + ACTIVATION(largest() * x)
+
+
+def other_forward(self, x):
+    return tripled(self.layer(x))
+
+
+HERE = sys.modules[__name__]
+# Where another function, or what decides on one, can come to be.
+REPLACEMENTS = {
+    "torch's": (HERE, "CURVE", torch.abs),
+    "helper": (HERE, "FIRST", tripled),
+    "known helper": (HERE, "THIRD", tripled),
+    "vmapped": (HERE, "VMAPPED", torch.vmap(tripled)),
+    "partial": (HERE, "PARTIAL", functools.partial(scaled, by=3.0)),
+    "bound": (HERE, "BOUND", Scale(2.0).times),
+    "module": (HERE, "ACTIVATION", nn.ReLU()),
+    "gain": (HERE, "GAIN", 3.0),
+    "gain of no_grad": (largest.__wrapped__, "__code__", (lambda: 3.0).__code__),
+    "static": (Called, "curve", staticmethod(torch.abs)),
+    "method": (Called, "gain", lambda self, x: 3 * x),
+    "forward": (Called, "forward", other_forward),
+    "operator": (Scale, "__rmul__", lambda self, x: 7 * x),
+    "init": (Scale.__init__, "__code__", (lambda self, by: setattr(self, "by", 9.0)).__code__),
+    "gradient": (Straight, "forward", staticmethod(lambda ctx, x: 3 * x)),
+    "edited": (Called.forward, "__code__", other_forward.__code__),
+    "edited helper": (tripled, "__code__", (lambda x: 4 * x).__code__),
+    "edited default": (scaled, "__defaults__", (2.0,)),
+    "patched": (nn.functional, "gelu", torch.neg),
+    "patched layer": (nn.Linear, "forward", lambda self, x: x @ self.weight.T),
+}
+
+
+@pytest.mark.few("helper", "edited", "patched", "bound")
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("place", REPLACEMENTS)
+def test_another_function_under_a_name_is_recorded(place, monkeypatch):
+    """A notebook's second version of a method, or an editor's, would be passed over in silence."""
+    model = ipufit.Model(Called())
+    model.compile("sgd", squares)
+    before = model.predict(X, verbose=0)
+    monkeypatch.setattr(*REPLACEMENTS[place])
+    after = model.predict(X, verbose=0)
+    with torch.no_grad():
+        torch.testing.assert_close(after, model.module(X), rtol=0, atol=1e-9)
+    assert not torch.allclose(before, after)
+
+
+def again(function):
+    """The function that a second run of its source makes."""
+    code = function.__code__.replace(co_filename="another cell")
+    return types.FunctionType(code, function.__globals__, argdefs=function.__defaults__)
+
+
+@embedded_only("PopTorch compiles more programs")
+def test_what_calls_functions_is_recorded_once(monkeypatch):
+    """For each kind of program; so it is where a notebook's cell is run again without a change."""
+    model = ipufit.Model(Called())
+    model.compile(lambda p: torch.optim.SGD(p, lr=1e-6), squares)
+    for _ in range(2):
+        model.fit(X, Y, batch_size=4, epochs=3, validation_data=(X, Y), verbose=0)
+        model.evaluate(X, Y, batch_size=4, verbose=0)
+        model.predict(X, batch_size=4, verbose=0)
+        assert model._session.engine.captures == 3
+        monkeypatch.setattr(HERE, "FIRST", again(doubled))
+        monkeypatch.setattr(HERE, "scaled", again(scaled))
+        monkeypatch.setattr(HERE, "PARTIAL", functools.partial(scaled, by=2.0))
+        monkeypatch.setattr(HERE, "BOUND", BOUND.__self__.times)
+        monkeypatch.setattr(Called, "gain", again(Called.gain))
+
+
+def test_a_function_that_changes_within_an_epoch_is_said(monkeypatch):
+    """A buffer is no advice for it."""
+    texts = fit_and_listen(
+        Net(), squares, lambda value: monkeypatch.setattr(Net, "factor", lambda self: 1.0)
+    )
+    assert texts == [
+        "Net.factor changed within an epoch, but it is a constant of the program: until the "
+        "end of the epoch, forward and loss use its old value. To change it within an epoch, use "
+        "compile(..., run_eagerly=True)."
+    ]
+
+
+class Cached(nn.Linear):
+    def forward(self, x):
+        global CACHED
+        CACHED = len(x)
+        return RATE * super().forward(x)
+
+
+@pytest.mark.long("ipu-standin")
+def test_a_value_counts_beside_one_that_code_makes():
+    """The code writes that one itself, so it is no reason to record; those after it are."""
+    model = ipufit.Model(Cached(2, 1).double())
+    model.compile("sgd", squares)
+    before = model.predict(X, verbose=0)
+    of_global()[2](0.5)
+    torch.testing.assert_close(model.predict(X, verbose=0), before / 2)

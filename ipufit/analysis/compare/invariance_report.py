@@ -266,13 +266,10 @@ def _differs(call: _Call, size: int, ranges: Sequence[Tuple[int, int]]) -> bool:
         # What the modules that it calls are given is its own doing too.
         pairs += [((inner.args, inner.kwargs), arguments) for inner, arguments in inner_arguments]
         for whole, part in pairs:
-            if any(_differ(*leaves, begin, end, size) for leaves in _leaves(whole, part)):
+            leaves = zip(tree.flatten(whole)[0], tree.flatten(part)[0])
+            if any(_differ(*both, begin, end, size) for both in leaves):
                 return True
     return False
-
-
-def _leaves(whole: object, part: object) -> Sequence[Tuple[object, object]]:
-    return list(zip(tree.flatten(whole)[0], tree.flatten(part)[0]))
 
 
 def _differ(whole: object, part: object, begin: int, end: int, size: int) -> bool:

@@ -146,7 +146,8 @@ class IpuStep(StepModule):
         batch = tree.unflatten(leaves, self._structure)
         batch = with_inputs_in(self.precision, batch)
         tensors_by_name = self.tensors()
-        versions, places = self._versions(), storages(tensors_by_name)
+        versions = {name: buffer._version for name, buffer in self.named_buffers()}
+        places = storages(tensors_by_name)
         attributes = ValueSnapshot(self.owners())
         recompute = self._recompute if self.trains else ()
         checkpointed = checkpoint_outputs(self._sdk, self.net, recompute)
@@ -232,9 +233,6 @@ class IpuStep(StepModule):
                     value = value + (logged > logged).reshape(()).to(value.dtype)
         marked: Tensor = self._sdk.identity_loss(value, reduction="none")
         return marked.reshape(1)
-
-    def _versions(self) -> Dict[str, int]:
-        return {name: buffer._version for name, buffer in self.named_buffers()}
 
     def _note_changes(self, before: Mapping[str, int]) -> None:
         """Look at which buffers forward has changed.

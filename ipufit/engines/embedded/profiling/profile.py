@@ -210,6 +210,8 @@ class OperatorProfiler:
         places = places_of(graph, recorded.graph, calls)
         _, outputs, gradients = recorded.micro.split_results(results)
         rows = rows_of(work.records, places, timer.seconds)
+        # In which most of the graph is computed.
+        dtype = self.live.spec.config.precision.autocast or self.live.storage.flats[0].dtype
         return {
             "micro_batch_size": self.batch.size,
             "way": recorded.lowered.way,
@@ -217,13 +219,9 @@ class OperatorProfiler:
             "timed": f"node by node, {timer.method}; the shortest time of {rounds} rounds",
             "note": self._note(),
             "rows": rows + self._optimizer_rows(gradients),
-            "peak": _peak_of(self._dtype(), device),
+            "peak": _peak_of(dtype, device),
             "memory": self._memory(work, places, outputs, gradients),
         }
-
-    def _dtype(self) -> torch.dtype:
-        """Dtype in which most of the graph is computed."""
-        return self.live.spec.config.precision.autocast or self.live.storage.flats[0].dtype
 
     def _note(self) -> str:
         if self.jit == CUDAGRAPH:
