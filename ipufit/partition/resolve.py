@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
 from typing import AbstractSet, Dict, Iterable, Mapping, Optional, Tuple
 
@@ -242,7 +241,7 @@ def _check_places_in_inference(module: nn.Module) -> None:
 
 
 def _named(module: nn.Module, stages: object, argument: str) -> Division:
-    if not isinstance(stages, collections.abc.Mapping) or not stages:
+    if not isinstance(stages, Mapping) or not stages:
         raise PartitionError(
             f"{argument} must map names of modules to numbers of stages, got {stages!r}. Write for "
             f"example {argument}={{'encoder': 0, 'head': 1}}."

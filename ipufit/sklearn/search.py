@@ -135,8 +135,9 @@ class GridSearchCV(model_selection.GridSearchCV):  # type: ignore[misc]
                     fits.reasons[f"their data can't be split: {brief_error(error)}"] = 0
             for reason, count in fits.reasons.items():
                 number = f"{count} fits" if count else "all fits"
-                what = "of the search run by themselves, not as one program"
-                warn_user(f"{number} {what}: {reason}.")
+                warn_user(
+                    f"{number} of the search run by themselves, not as one program: {reason}."
+                )
             super().fit(X, y, **params)
             if fits.trained:
                 warn_user(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections.abc
 import textwrap
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from torch import Tensor, nn
 
@@ -107,7 +106,7 @@ def batch_of(x: object, own_loss: OwnLoss, asks: str) -> Any:
     # A list that is no batch has batches, not arrays.
     is_of_parts = isinstance(x, list) and (own_loss or len(x) in (2, 3)) and any(map(is_array, x))
     if not (is_of_parts or is_array(x) or isinstance(x, (tuple, Mapping))):
-        if isinstance(x, collections.abc.Iterator):
+        if isinstance(x, Iterator):
             raise ConfigurationError(
                 f"{asks} needs a batch, or a loader that can be read again, got "
                 f"{type(x).__name__}, whose first batch would be lost. Pass one batch."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -210,7 +209,7 @@ def _copy_tensor(leaf: object) -> object:
 
 def _generators() -> Tuple[Tensor, ...]:
     states = accelerator_states().values()
-    return (torch.get_rng_state(), *itertools.chain.from_iterable(states))
+    return (torch.get_rng_state(), *(state for each in states for state in each))
 
 
 def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
@@ -236,21 +235,18 @@ def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
         )
     if not _differs(call, size, _halves(size)):
         return None
-    if isinstance(call.module, nn.modules.batchnorm._BatchNorm):
-        return InvarianceCause(
-            call.name,
-            "batch",
-            f"{who} normalises with the statistics of each micro-batch.",
-            "Use GroupNorm or LayerNorm, or keep the size of the micro-batch and change only "
-            "device_iterations.",
-        )
-    return InvarianceCause(
-        call.name,
-        "batch",
-        f"{who} computes a row from other rows of the micro-batch.",
+    what = f"{who} computes a row from other rows of the micro-batch."
+    cure = (
         "Take means, maxima and norms over the other dimensions (dim=1 and later), or keep the "
-        "size of the micro-batch.",
+        "size of the micro-batch."
     )
+    if isinstance(call.module, nn.modules.batchnorm._BatchNorm):
+        what = f"{who} normalises with the statistics of each micro-batch."
+        cure = (
+            "Use GroupNorm or LayerNorm, or keep the size of the micro-batch and change only "
+            "device_iterations."
+        )
+    return InvarianceCause(call.name, "batch", what, cure)
 
 
 def _differs(call: _Call, size: int, ranges: Sequence[Tuple[int, int]]) -> bool:
@@ -365,20 +361,13 @@ def _loss_cause(
     is_sum, is_mean = _agree(total, whole[0]), _agree(mean, whole[0])
     if is_sum if gradient_reduction == "sum" else is_mean:
         return None
-    if is_sum:
-        return InvarianceCause(
-            "loss",
-            "sum",
-            "The loss adds up its samples, and the gradient is a mean over micro-batches.",
-            "Use reduction='mean', or compile with Reduction(gradients='sum').",
-        )
-    if is_mean:
-        return InvarianceCause(
-            "loss",
-            "sum",
-            "Reduction(gradients='sum') adds up the losses of micro-batches, which are means.",
-            "Compile with Reduction(gradients='mean').",
-        )
+    if is_sum or is_mean:
+        what = "Reduction(gradients='sum') adds up the losses of micro-batches, which are means."
+        cure = "Compile with Reduction(gradients='mean')."
+        if is_sum:
+            what = "The loss adds up its samples, and the gradient is a mean over micro-batches."
+            cure = "Use reduction='mean', or compile with Reduction(gradients='sum')."
+        return InvarianceCause("loss", "sum", what, cure)
     return InvarianceCause(
         "loss",
         "loss",

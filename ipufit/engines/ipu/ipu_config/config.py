@@ -413,9 +413,8 @@ class IPUConfig(ParameterValues):
         Raises:
             ConfigurationError: it can't be read; with every fault.
         """
-        return cls._build(
-            serialization.read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path))
-        )
+        name = os.fspath(path)
+        return cls._build(serialization.read_file(name), pod_type, {}, repr(name))
 
     @classmethod
     def from_json_string(cls, text: str, pod_type: Optional[PodType] = None) -> IPUConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import operator
 import os
 import reprlib
@@ -85,9 +84,7 @@ def _seed(value: object) -> int:
 
 
 def _proportion(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _UnfitError
-    if not math.isfinite(value) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise _UnfitError
     return float(value)
 

@@ -119,10 +119,6 @@ def _has_special_gradients(call: DispatchedCall) -> bool:
     return any(bool(call.arguments.get(name)) for name in ("sparse", "scale_grad_by_freq"))
 
 
-def _has_moving_offsets(call: DispatchedCall) -> bool:
-    return "offsets" not in call.constants
-
-
 def _is_dilated_transpose(call: DispatchedCall) -> bool:
     arguments = call.arguments
     return bool(arguments["transposed"]) and any(size != 1 for size in arguments["dilation"])
@@ -200,7 +196,7 @@ CONDITIONS: Dict[str, Callable[[Any], bool]] = {
     "centered differs": _differs("centered"),
     "does not divide": _does_not_divide,
     "has joined targets": _has_joined_targets,
-    "has moving offsets": _has_moving_offsets,
+    "has moving offsets": lambda call: "offsets" not in call.constants,
     "has no bound": _has_no_bound,
     "has several rates": _has_several_rates,
     "has special gradients": _has_special_gradients,
