@@ -115,18 +115,19 @@ def validation_epochs(validation: Validation, epochs: range) -> List[int]:
     """Return the indices of the epochs, of those of a run, after which there is a validation.
 
     Raises:
-        ConfigurationError: ``freq`` names no epoch of this run.
+        ConfigurationError: ``freq`` names no epoch of this run, or more epochs than it has.
     """
     freq = validation.freq
-    if not isinstance(freq, Collection):
+    if isinstance(freq, Collection):
+        due = [epoch for epoch in epochs if epoch + 1 in freq]
+        choice = f"name an epoch from {epochs.start + 1} to {epochs.stop}, counted from 1"
+    elif freq <= epochs.stop:
+        # Of a run in several calls of fit, some have no validation.
         return [epoch for epoch in epochs if (epoch + 1) % freq == 0]
-    chosen = {epoch - 1 for epoch in freq}
-    due = [epoch for epoch in epochs if epoch in chosen]
+    else:
+        due, choice = [], f"be at most {epochs.stop}, the number of the last epoch"
     if not due:
-        raise ConfigurationError(
-            f"freq of Validation must name an epoch from {epochs.start + 1} to {epochs.stop}, "
-            f"counted from 1, got {freq!r}."
-        )
+        raise ConfigurationError(f"freq of Validation must {choice}, got {freq!r}.")
     return due
 
 

@@ -232,6 +232,16 @@ def test_validation_steps_start_anew_every_time():
     assert [fed(p) for p in programs(engine)[1:]] == [[[0, 1], [2, 3]]] * 2
 
 
+def test_a_run_in_several_fits_is_validated_by_the_epochs_of_all():
+    """Epochs count from the first fit; a part without a validation is no mistake."""
+    model, _ = recording()
+    held = ipufit.Validation((TEN, TEN), freq=3)
+    assert [
+        "val_loss" in model.fit(TEN, TEN, epochs=part, validation_data=held, verbose=0).history
+        for part in (range(2, 3), range(3, 5), range(5, 6))
+    ] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("freq", "epochs"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), ([1, 4], [0, 3]), ({2}, [1])]
 )
@@ -471,6 +481,10 @@ REFUSED = [
     (
         {"validation_data": ipufit.Validation(freq=[3]), "validation_split": 0.5},
         "freq of Validation must name an epoch from 1 to 1, counted from 1, got [3].",
+    ),
+    (
+        {"validation_data": ipufit.Validation(freq=5), "validation_split": 0.5, "epochs": 3},
+        "freq of Validation must be at most 3, the number of the last epoch, got 5.",
     ),
     (
         {"steps_per_epoch": 2, "loading": ipufit.Loading(limit_train_batches=2)},
