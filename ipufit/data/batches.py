@@ -176,7 +176,8 @@ class BatchValidator:
                 f"{where}a batch can't have its own sample_weight together with class_weight. "
                 "Leave one out, or multiply them in the dataset."
             )
-        return args, kwargs, target, by_class.of(target, f"{where}target")
+        floating = None if self._casting is None else self._casting.floating()
+        return args, kwargs, target, by_class.of(target, f"{where}target", floating)
 
     def _compare(self, batch: MicroBatch, names: List[str], index: int) -> None:
         where = f"{self._source.role}, batch {index}: "

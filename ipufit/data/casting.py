@@ -112,7 +112,7 @@ class Casting:
             level: from 1 on, other whole numbers that may be class indices become int64;
                 from 2 on, whole numbers that go into forward become floating point.
         """
-        floating = self._floating()
+        floating = self.floating()
         # Losses are computed in float32 at least.
         wide = floating and torch.promote_types(floating, torch.float32)
         args, kwargs, target, weight = batch.unpack()
@@ -144,7 +144,7 @@ class Casting:
             for leaf, cast in pairs
         )
 
-    def _floating(self) -> Optional[torch.dtype]:
+    def floating(self) -> Optional[torch.dtype]:
         """The dtype of all parameters; None where they have several, or there are none."""
         parameters = self._module.parameters()
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}

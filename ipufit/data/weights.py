@@ -164,13 +164,14 @@ class ClassWeights:
                 )
             self.by_class[operator.index(key)] = float(value)
 
-    def of(self, target: object, name: str) -> Tensor:
-        """Look up a weight for every sample, in torch's default dtype.
+    def of(self, target: object, name: str, dtype: Optional[torch.dtype] = None) -> Tensor:
+        """Look up a weight for every sample, in torch's default dtype or a wider one.
 
         Args:
             target: class indices of shape (batch,) or (batch, 1), whole numbers of any dtype, or
                 shape (batch, classes) with rows that sum to one.
             name: of the target, for messages.
+            dtype: in which the module computes; None where that is not one dtype.
 
         Raises:
             DataError: it is neither.
@@ -182,9 +183,11 @@ class ClassWeights:
             raise DataError(
                 f"{name} must hold one class per sample for class_weight: whole numbers of shape "
                 f"(batch,), or one-hot rows or probabilities of shape (batch, classes), got {came}"
-                f"{_dtype(target)}. Pass sample_weight instead."
+                f"{_dtype(target)}. Use sample_weight instead: beside y, or as the third part of a "
+                "batch; of several outputs, weights for each."
             )
-        result = torch.ones(classes.shape, device=classes.device)
+        wide = torch.promote_types(dtype or torch.float32, torch.get_default_dtype())
+        result = torch.ones(classes.shape, dtype=wide, device=classes.device)
         for index, weight in self.by_class.items():
             result = torch.where(classes == index, torch.full_like(result, weight), result)
         return result

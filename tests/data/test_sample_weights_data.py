@@ -172,6 +172,19 @@ def test_class_weights_go_with_any_whole_number_where_outputs_are_no_classes():
     assert history["loss"] == [pytest.approx(expected.item(), rel=1e-5)]
 
 
+@pytest.mark.long("ipu-standin")
+def test_class_weights_are_not_rounded_for_a_module_in_float64():
+    """0.1 in float32 is another number, by 1e-8 of it."""
+    module = nn.Linear(2, 3).double()
+    model = ipufit.Model(module)
+    model.compile("sgd", "cross_entropy")
+    x = torch.ones(4, 2, dtype=torch.float64)
+    y = torch.zeros(4, dtype=torch.int64)
+    expected = 0.1 * nn.functional.cross_entropy(module(x), y).item()
+    history = model.fit(x, y, class_weight={0: 0.1}, verbose=0).history
+    assert history["loss"] == [pytest.approx(expected, rel=1e-14)]
+
+
 @pytest.mark.parametrize(
     ("target", "came"),
     [
@@ -189,7 +202,8 @@ def test_class_weights_of_other_targets_are_refused(target, came):
     assert message(model.fit, X, target, class_weight={0: 2.0}, verbose=0, kind=DataError) == (
         "training data, batch 0: target must hold one class per sample for class_weight: whole "
         "numbers of shape (batch,), or one-hot rows or probabilities of shape (batch, classes), "
-        f"got {came}. Pass sample_weight instead."
+        f"got {came}. Use sample_weight instead: beside y, or as the third part of a batch; of "
+        "several outputs, weights for each."
     )
     assert engine.programs == []
 
