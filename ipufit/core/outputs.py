@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Hashable, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -130,8 +131,9 @@ def join_rows(outputs: Sequence[tree.Tree], padding_value: Optional[float] = Non
     """Join the outputs of micro-batches, in the structure of those of one.
 
     Where they differ in more than the number of rows, what stands for the tensor is a list with a
-    tensor for each row, which has no dimension of samples. What is no tensor is that of the first
-    micro-batch. Lists with an entry for each sample make one list.
+    tensor for each row, which has no dimension of samples. What is no tensor stays if it is equal
+    in all of them, and is a list with the value for each row where it is not. Lists with an entry
+    for each sample make one list.
 
     Args:
         outputs: of each micro-batch; a row or an entry for each sample.
@@ -154,13 +156,17 @@ def join_rows(outputs: Sequence[tree.Tree], padding_value: Optional[float] = Non
                 "structure every time, or use predict_iter(..., device_iterations=1), which "
                 "yields them batch by batch."
             )
-    columns = [_join(column, padding_value) for column in zip(*leaves)]
+    # How many rows each has; where there is no tensor, each is taken for one.
+    rows = [next((len(leaf) for leaf in each if isinstance(leaf, Tensor)), 1) for each in leaves]
+    columns = [_join(column, rows, padding_value) for column in zip(*leaves)]
     return tree.unflatten(columns, structures[0])
 
 
-def _join(column: Sequence[tree.Leaf], padding_value: Optional[float]) -> object:
+def _join(column: Sequence[tree.Leaf], rows: List[int], padding_value: Optional[float]) -> object:
     if not isinstance(column[0], Tensor):
-        return column[0]
+        if all(np.array_equal(value, column[0]) for value in column):
+            return column[0]
+        return [value for value, count in zip(column, rows) for _ in range(count)]
     if len({tensor.shape[1:] for tensor in column}) == 1:
         return torch.cat([*column])
     if padding_value is None:
@@ -173,11 +179,9 @@ def _join(column: Sequence[tree.Leaf], padding_value: Optional[float]) -> object
             f"padding_value={padding_value!r} can't pad outputs of {what}. Leave it out to get a "
             "list of rows, or pad in forward."
         )
-    rows = sum(tensor.shape[0] for tensor in column)
     longest = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in column))]
-    result = column[0].new_full((rows, *longest), padding_value)
-    parts = torch.split(result, [tensor.shape[0] for tensor in column])
-    for tensor, part in zip(column, parts):
+    result = column[0].new_full((sum(rows), *longest), padding_value)
+    for tensor, part in zip(column, torch.split(result, rows)):
         part[tuple(map(slice, tensor.shape))] = tensor
     return result
 

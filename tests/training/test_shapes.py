@@ -178,6 +178,30 @@ def test_ragged_outputs_are_a_list_of_rows(how):
     assert [tuple(piece.shape) for piece in pieces] == [(n, t, 2) for t, n in FORMS]
 
 
+class Described(Pooled):
+    """Returns what is no tensor beside the numbers, or alone."""
+
+    def __init__(self, alone):
+        super().__init__()
+        self.alone = alone
+
+    def forward(self, tokens):
+        facts = {"tokens": tokens.shape[1], "unit": "cm"}
+        return facts if self.alone else {**facts, "size": super().forward(tokens)}
+
+
+@one_shape
+@pytest.mark.parametrize("alone", [False, True])
+def test_outputs_that_are_no_tensors_are_those_of_all_batches(alone):
+    """With one value for each row, or each batch, where they differ; else as they are."""
+    batches = [x for x, _ in sequences(FORMS[:3])]
+    model = ipufit.Model(Described(alone).double())
+    predicted = model.predict(batches, verbose=0)
+    assert predicted["unit"] == "cm"
+    assert predicted["tokens"] == ([3, 5, 3] if alone else [3] * 4 + [5] * 4 + [3] * 2)
+    assert model.predict(batches[:1], verbose=0)["tokens"] == 3
+
+
 class Reshaped(nn.Module):
     """As many dimensions as there are columns; of integers where these are two."""
 
