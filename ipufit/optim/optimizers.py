@@ -150,8 +150,12 @@ def _update(param: Tensor, grad: Tensor, state: Settings, group: Settings) -> No
         state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     beta1, beta2 = group["betas"]
     state["step"] += 1
-    first = state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
-    second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    if param.is_complex():
+        # Real and imaginary parts are numbers of their own, as in torch's Adam.
+        param, grad, first, second = map(torch.view_as_real, (param, grad, first, second))
+    first = first.mul_(beta1).add_(grad, alpha=1 - beta1)
+    second = second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     if group["bias_correction"]:
         # Powers of Python floats: in the float32 of the counter, 1 - beta ** t has 1e-4 of error at
         # the start for beta = 0.999.

@@ -72,6 +72,16 @@ def test_fifty_updates_follow_algorithm_2(arguments):
         np.testing.assert_allclose(param.detach().numpy(), array, rtol=0, atol=TOLERANCE)
 
 
+def test_parts_of_complex_parameters_are_numbers_of_their_own():
+    """The square of an imaginary number is negative, and has no real root."""
+    (real,), (gradients,) = random_case(3, [(4, 3, 2)])
+    weight = nn.Parameter(torch.view_as_complex(real.detach().clone()))
+    pairs = [gradient.view(np.complex128)[..., 0] for gradient in gradients]
+    run([real], [gradients], LAMB([real]))
+    run([weight], [pairs], LAMB([weight]))
+    assert torch.equal(torch.view_as_real(weight), real)
+
+
 def test_groups_keep_their_own_arguments():
     """Leaving biases out of the weight decay is the usual use of groups with LAMB."""
     (weight, bias), gradients = random_case(1, [(4, 3), (3,)])
