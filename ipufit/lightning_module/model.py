@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
 import torch
@@ -189,8 +188,8 @@ class LightningModel(StepsModel):
     def _fit(self, x: object, y: object, datamodule: object, options: CallOptions) -> History:
         """Train."""
         epochs = options["epochs"]
-        self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
+        self._refuse_checkpoint_hooks(loaders.owner, options)
         facts = {"max_epochs": epochs.stop if isinstance(epochs, range) else epochs}
         early = self._with_validation(options, loaders.before_setup().held_out)
         self._check_first(loaders, early, lambda data: Model.fit(self, data, y, **early))
@@ -361,17 +360,17 @@ class LightningModel(StepsModel):
                 f"{type(self.lightning).__name__} has no {step}, which this call needs. Define it."
             )
 
-    def _refuse_checkpoint_hooks(self, options: Mapping[str, object]) -> None:
-        names = [
-            name
-            for name in ("on_save_checkpoint", "on_load_checkpoint")
-            if overrides(self.lightning, name)
-        ]
+    def _refuse_checkpoint_hooks(self, data: object, options: Mapping[str, object]) -> None:
+        hooks: Dict[str, object] = {"on_save_checkpoint": self.lightning}
+        hooks["on_load_checkpoint"] = self.lightning
+        if data not in (None, self.lightning):
+            hooks.update(dict.fromkeys(("state_dict", "load_state_dict"), data))
+        names = [f"{type(v).__name__}.{name}" for name, v in hooks.items() if overrides(v, name)]
         if names and options.get("checkpoint") is not None:
             raise ConfigurationError(
-                f"{type(self.lightning).__name__}.{' and '.join(names)} can't be called: an ipufit "
-                "checkpoint holds tensors of the module, and state_dict of callbacks. Keep "
-                "additional values in a buffer, or in the state_dict of a callback."
+                f"{' and '.join(names)} can't be called: an ipufit checkpoint holds tensors of the "
+                "module, and state_dict of callbacks. Keep additional values in a buffer, or in "
+                "the state_dict of a callback."
             )
 
     def _counted(self, data: object, y: object, options: Mapping[str, Any]) -> Dict[str, object]:
@@ -387,7 +386,7 @@ class LightningModel(StepsModel):
                 batches = len(data)
             except TypeError:
                 return counts
-            updates = math.ceil(batches / (accumulation * (options.get("ipus") or 1)))
+            updates = -(-batches // (accumulation * (options.get("ipus") or 1)))
             counts["num_training_batches"] = batches
             counts["estimated_stepping_batches"] = updates * int(epochs)
         return counts

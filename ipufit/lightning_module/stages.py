@@ -132,6 +132,8 @@ def loaders_for(module: object, x: object, datamodule: object, stage: str) -> Lo
 def set_up(module: nn.Module, loaders: Loaders, stage: str, facts: object) -> Iterator[None]:
     """Call ``prepare_data`` in the first process alone, ``setup``, and afterwards ``teardown``.
 
+    A LightningDataModule also gets what ends the stage early, in ``on_exception``.
+
     Args:
         module: the LightningModule.
         loaders: the data.
@@ -146,18 +148,23 @@ def set_up(module: nn.Module, loaders: Loaders, stage: str, facts: object) -> It
                 owner.prepare_data()
         return None
 
-    with attached(module, facts, no_log("setup")):
-        current().run_on_rank_zero(prepare)
-        for owner in owners:
-            owner.setup(stage=stage)
-        if hasattr(module, "configure_model"):
-            owners[-1].configure_model()
     try:
-        yield
-    finally:
-        with attached(module, facts, no_log("teardown")):
+        with attached(module, facts, no_log("setup")):
+            current().run_on_rank_zero(prepare)
             for owner in owners:
-                owner.teardown(stage=stage)
+                owner.setup(stage=stage)
+            if hasattr(module, "configure_model"):
+                owners[-1].configure_model()
+        try:
+            yield
+        finally:
+            with attached(module, facts, no_log("teardown")):
+                for owner in owners:
+                    owner.teardown(stage=stage)
+    except BaseException as error:
+        if is_data_module(owners[0]) and overrides(owners[0], "on_exception"):
+            owners[0].on_exception(error)
+        raise
 
 
 class ModuleHooks(Callback):

@@ -496,6 +496,40 @@ def test_hooks_of_checkpoints_are_refused_where_there_are_some(tmp_path):
     with pytest.raises(ConfigurationError, match=r"Net\.on_save_checkpoint can't be called"):
         model.fit(BATCHES, checkpoint=tmp_path, verbose=0)
 
+    class Counted(Data):
+        def state_dict(self):
+            return {"rows": 3}
+
+    model = ipufit_of(Classifier())
+    model.fit(Counted(), verbose=0)
+    with pytest.raises(ConfigurationError, match=r"^Counted\.state_dict can't be called"):
+        model.fit(Counted(), checkpoint=tmp_path, verbose=0)
+
+
+@pytest.mark.parametrize("call", ["fit", "predict"])
+def test_a_data_module_hears_of_an_error_as_by_lightning(call):
+    """Once, with the error itself, so that it can close what it has opened."""
+    heard = []
+
+    class Failing(Data):
+        def train_dataloader(self):
+            raise OSError("no disk")
+
+        predict_dataloader = train_dataloader
+
+        def on_exception(self, exception):
+            heard.append(exception)
+
+    one, two = twins(Classifier())
+    with pytest.raises(OSError, match="no disk"):
+        by_lightning(one, call, Failing())
+    (theirs,) = heard
+    heard.clear()
+    with pytest.raises(OSError, match="no disk"):
+        getattr(ipufit_of(two), call)(Failing(), verbose=0)
+    (ours,) = heard
+    assert type(ours) is type(theirs)
+
 
 def test_a_model_that_is_only_evaluated_needs_no_optimizer():
     """Whatever configure_optimizers asks for."""
