@@ -103,6 +103,12 @@ def place_of(candidate: Any) -> Optional[Tuple[str, int]]:
         return None
 
 
+def shuffles(loader: object) -> bool:
+    """Say whether a sampler of a DataLoader draws the order, as far as samplers show it."""
+    samplers = (loader.sampler, loader.batch_sampler) if isinstance(loader, DataLoader) else ()
+    return any(hasattr(s, "generator") or getattr(s, "shuffle", False) is True for s in samplers)
+
+
 def without_shuffling(loader: Any) -> Any:
     """Make a loader in the order of the dataset, where the shuffling is torch's."""
     if not reads_as_torch(loader) or type(loader.sampler) is not RandomSampler:

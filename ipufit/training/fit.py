@@ -13,6 +13,7 @@ from ipufit.callbacks.callback_list import CallbackModel, CallbackObserver, Obse
 from ipufit.callbacks.history import History
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
+from ipufit.data.loaders import shuffles
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.processes import Processes
@@ -398,6 +399,11 @@ def _inference_config(
     check = functools.partial(InferenceConfig.check, session, mode, request, faults)
     config = session.processes.run_on_all_ranks(check)
     sync_inference_config(session, config)
+    if mode is Mode.PREDICT and session.processes.is_rank_zero and shuffles(config.source.loader):
+        warn_user(
+            "predict returns rows in the order of the DataLoader, which shuffles: the first row is "
+            "not that of the first sample. Pass a DataLoader with shuffle=False."
+        )
     return config
 
 

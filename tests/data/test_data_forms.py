@@ -11,8 +11,11 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -266,6 +269,52 @@ def test_evaluate_predict_and_validation_keep_the_order():
     assert model.predict(NUMBERED, batch_size=4, verbose=0).flatten().tolist() == list(range(10))
     last = [rows(program) for program in engine.programs if program.executions][1:]
     assert last == [list(range(10))] * 3
+
+
+class Halves(Sampler):
+    """Yields the second half first."""
+
+    def __init__(self, shuffle):
+        self.shuffle = shuffle
+
+    def __iter__(self):
+        return iter([*range(5, 10), *range(5)])
+
+    def __len__(self):
+        return 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"sampler": SubsetRandomSampler(range(10))},
+        {"sampler": WeightedRandomSampler([1.0] * 10, 10)},
+        {"sampler": Halves(shuffle=True)},
+        {"batch_sampler": ipufit.data.LengthBuckets(NUMBERED, 4)},
+    ],
+    ids=["shuffle", "subset", "weighted", "sampler", "buckets"],
+)
+def test_predictions_in_an_order_that_is_drawn_are_told(options):
+    """Whoever takes the first row for that of the first sample is wrong."""
+    loader = DataLoader(TensorDataset(NUMBERED), **options)
+    model, _ = recording()
+    for predict in (model.predict, lambda *args, **more: [*model.predict_iter(*args, **more)]):
+        with pytest.warns(UserWarning, match="which shuffles") as caught:
+            predict(loader, verbose=0)
+        assert [str(each.message) for each in caught] == [
+            "predict returns rows in the order of the DataLoader, which shuffles: the first row is "
+            "not that of the first sample. Pass a DataLoader with shuffle=False."
+        ]
+
+
+def test_predictions_in_an_order_that_is_fixed_are_no_reason_for_a_warning():
+    """In the order of the loader, whatever it is; evaluation has no order."""
+    data = TensorDataset(NUMBERED)
+    model, _ = recording()
+    for loader in (DataLoader(data), DataLoader(data, sampler=Halves(shuffle=False))):
+        model.predict(loader, verbose=0)
+    model.evaluate(DataLoader(TensorDataset(NUMBERED, NUMBERED), shuffle=True), verbose=0)
 
 
 class Many(nn.Module):
