@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import math
+import textwrap
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from torch.utils.data import Dataset, TensorDataset
@@ -88,8 +89,9 @@ class FitResults(List[FitResult]):
 
 
 def _text(values: Mapping[str, object]) -> str:
-    cells = {n: f"{v:.4g}" if isinstance(v, float) else v for n, v in values.items()}
-    return ", ".join(f"{name}={cell}" for name, cell in cells.items())
+    cells = {n: f"{v:.4g}" if isinstance(v, float) else str(v) for n, v in values.items()}
+    # Of a large tensor, the first numbers in one line.
+    return ", ".join(f"{name}={textwrap.shorten(cell, 60)}" for name, cell in cells.items())
 
 
 def fit_many(

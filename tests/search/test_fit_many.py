@@ -299,6 +299,18 @@ def test_a_dict_of_lists_stands_for_all_combinations():
     assert [each.model.history.params["seed"] for each in results] == [0, 1, 0, 1]
 
 
+def test_large_values_of_a_setting_are_shown_by_their_beginning():
+    """A tensor of many numbers would hide the others."""
+    result = ipufit.fit_many(
+        lambda lr, initial: build(lr=lr),
+        [{"lr": 0.1, "initial": torch.arange(900)}],
+        *data(),
+        verbose=0,
+    )[0]
+    shown = f"lr=0.1, initial=tensor([ {', '.join(map(str, range(14)))}, [...]: loss="
+    assert str(result).startswith(shown)
+
+
 def test_a_loss_that_is_no_number_ends_one_model_alone():
     """The others end as ever, and the table has no values of it."""
     x, y = data()
