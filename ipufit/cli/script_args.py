@@ -70,7 +70,7 @@ _BENCH_EXAMPLES = """\
 examples:
   ipufit bench train.py                  ten seconds, plus the time for recording
   ipufit bench --seconds 60 train.py     for a machine that is busy with other work
-  ipufit bench --inductor train.py       also compiled with TorchInductor, which takes a minute
+  ipufit bench --inductor train.py       also compiled with TorchInductor, which can take minutes
 """
 
 # These run what is not ours: what stands behind it on the command line is its own.
