@@ -177,7 +177,8 @@ def test_fit_leaves_the_users_generator_alone():
     before = torch.get_rng_state()
     model.fit(loader, seed=1, validation_data=loader, verbose=0)
     model.evaluate(loader, verbose=0)
-    model.predict(loader, verbose=0)
+    with pytest.warns(UserWarning, match="which shuffles"):
+        model.predict(loader, verbose=0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
