@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
 import torch
@@ -386,7 +387,7 @@ class LightningModel(StepsModel):
                 batches = len(data)
             except TypeError:
                 return counts
-            updates = -(-batches // (accumulation * (options.get("ipus") or 1)))
+            updates = math.ceil(batches / (accumulation * (options.get("ipus") or 1)))
             counts["num_training_batches"] = batches
             counts["estimated_stepping_batches"] = updates * int(epochs)
         return counts
