@@ -175,7 +175,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "datamodule": "Write ipufit.Model.from_lightning(module), which takes one in fit.",
     "validation_steps": "fit(validation_data=ipufit.Validation(val_loader, steps=2))",
     "validation_freq check_val_every_n_epoch eval_strategy evaluation_strategy": (
-        "fit(validation_data=ipufit.Validation((x, y), freq=2))  # a number of epochs"
+        "fit(validation_data=ipufit.Validation((x, y), freq=1))  # a number of epochs"
     ),
     "val_split validation_fraction train_split": (
         "fit(validation_split=0.2)  # the fraction of the samples to hold out"
