@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._operators import geometric, slices
+from ipufit.poptorch._operators import slices
 from ipufit.poptorch._operators.identities import LOSSES
 from ipufit.poptorch._operators.replaced import REPLACED
 from ipufit.poptorch._tracing import tracing
@@ -157,8 +157,6 @@ def check_supported(func: object, args: Sequence[object], kwargs: Mapping[str, o
         names, check_call = entry
         check_call({**dict(zip(names, args)), **kwargs})
 
-
-_LIBRARIES = geometric.register()
 
 Call = Tuple[Tuple[object, ...], Dict[str, object]]
 
