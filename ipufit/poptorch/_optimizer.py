@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ipufit.core.train_config import Clip
-from ipufit.engines.embedded.clipping import clipped
 from ipufit.engines.embedded.flat_optimizer import apply_rules
+from ipufit.engines.embedded.gradient_transform import clipped
 from ipufit.optim.rules import OptimizerRule
 from ipufit.poptorch import _optimizer_rules
 from ipufit.poptorch._logging import error, logger

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
+from ipufit.engines.embedded.gradient_transform import Scaler, ScaleState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.caching import once_per_engine
 from tests.engines import embedded_only, scales_itself, skips_updates

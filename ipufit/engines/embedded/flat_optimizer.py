@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from ipufit.core.compile_arguments import Backend
 from ipufit.core.precision import computes_in_half, try_out
 from ipufit.core.train_config import HyperparameterSchedule
-from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, numbers_for
+from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes.torch_compile import compile_update
 from ipufit.optim.rules import OptimizerRule

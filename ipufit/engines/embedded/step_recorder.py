@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.precision import computes_in_half, try_out
-from ipufit.engines.embedded.clipping import GradientTransform
+from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.errors import CaptureError, first_line
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatStorage, Slot, storage_id

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from ipufit.core.compile_arguments import Backend
 from ipufit.core.precision import refuse_missing_half
 from ipufit.core.train_config import Clip
-from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.flat_optimizer import (
     CompositeOptimizer,
     FlatOptimizer,
@@ -24,6 +23,7 @@ from ipufit.engines.embedded.flat_optimizer import (
     Steps,
     Waiting,
 )
+from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.step_recorder import StepRecorder, UnrecordableError, setting_texts
 from ipufit.engines.external_changes import changed_shape

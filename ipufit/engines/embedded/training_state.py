@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.ema import MovingAverages, OptimizerMode
 from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows
-from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
+from ipufit.engines.embedded.gradient_transform import Scaler, ScaleState
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, parts_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced

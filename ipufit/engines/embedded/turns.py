@@ -9,8 +9,8 @@ from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Size
 import torch
 from torch import Tensor, nn
 
-from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows, Waiting
+from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.losses import Loss, Turn
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage

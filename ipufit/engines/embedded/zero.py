@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import Clip, TrainConfig
-from ipufit.engines.embedded.clipping import GradientTransform, clipped
 from ipufit.engines.embedded.flat_optimizer import Graphs, RuleOptimizer
+from ipufit.engines.embedded.gradient_transform import GradientTransform, clipped
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.errors import ConfigurationError
 from ipufit.optim.rules import OptimizerRule, list_rule_names, rules_for

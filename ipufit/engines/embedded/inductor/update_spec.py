@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ipufit.core.train_config import Clip
 from ipufit.engines import gradient_reduction
-from ipufit.engines.embedded import clipping
-from ipufit.engines.embedded.clipping import GradientTransform
+from ipufit.engines.embedded import gradient_transform
+from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.passes import cpu_kernels
 from ipufit.engines.embedded.timing import processor
 from ipufit.engines.gradient_reduction import GradientSum, are_finite
@@ -250,7 +250,7 @@ def _function(code: str) -> Callable[..., List[Tensor]]:
 # Changes whenever compiled programs can't be used any more for a reason that no part shows.
 _FORMAT = "2"
 # What the function of a specification is made of, and what compiles it.
-_MODULES = clipping, gradient_reduction, rules, cpu_kernels, recurrent, unread_values
+_MODULES = gradient_transform, gradient_reduction, rules, cpu_kernels, recurrent, unread_values
 _SOURCES = (
     *(str(module.__file__) for module in _MODULES),
     *(__file__, str(Path(__file__).with_name("worker.py"))),

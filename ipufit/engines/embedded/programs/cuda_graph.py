@@ -33,7 +33,7 @@ from ipufit.engines.embedded.execution import (
     unpack,
 )
 from ipufit.engines.embedded.flat_optimizer import Rows, RuleOptimizer
-from ipufit.engines.embedded.loss_scale import ScaleState
+from ipufit.engines.embedded.gradient_transform import ScaleState
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner

@@ -12,11 +12,11 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_
 from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
 from ipufit.core.logged_values import merge_rules
 from ipufit.core.train_config import Clip
-from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
 from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows, RuleOptimizer, Waiting
+from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.inductor.requirements import missing
 from ipufit.engines.embedded.optimizer_state_location import StateMemory, state_memory
 from ipufit.engines.embedded.overlapped_reduction import Overlap
