@@ -120,15 +120,19 @@ def validation_epochs(validation: Validation, epochs: range) -> List[int]:
     freq = validation.freq
     if isinstance(freq, Collection):
         due = [epoch for epoch in epochs if epoch + 1 in freq]
-        choice = f"name an epoch from {epochs.start + 1} to {epochs.stop}, counted from 1"
-    elif freq <= epochs.stop:
-        # Of a run in several calls of fit, some have no validation.
-        return [epoch for epoch in epochs if (epoch + 1) % freq == 0]
-    else:
-        due, choice = [], f"be at most {epochs.stop}, the number of the last epoch"
-    if not due:
-        raise ConfigurationError(f"freq of Validation must {choice}, got {freq!r}.")
-    return due
+        if not due:
+            raise ConfigurationError(
+                f"freq of Validation must name an epoch from {epochs.start + 1} to {epochs.stop}, "
+                f"counted from 1, got {freq!r}."
+            )
+        return due
+    if freq > epochs.stop:
+        raise ConfigurationError(
+            f"freq of Validation must be at most {epochs.stop}, the number of the last epoch, got "
+            f"{freq!r}."
+        )
+    # Of a run in several calls of fit, some have no validation.
+    return [epoch for epoch in epochs if (epoch + 1) % freq == 0]
 
 
 def resolve_loading(loading: object) -> Loading:
