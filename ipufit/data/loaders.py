@@ -105,7 +105,7 @@ def place_of(candidate: Any) -> Optional[Tuple[str, int]]:
 
 def shuffles(loader: object) -> bool:
     """Say whether a sampler of a DataLoader draws the order, as far as samplers show it."""
-    samplers = (loader.sampler, loader.batch_sampler) if isinstance(loader, DataLoader) else ()
+    samplers = samplers_of(loader) if isinstance(loader, DataLoader) else ()
     return any(hasattr(s, "generator") or getattr(s, "shuffle", False) is True for s in samplers)
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -292,8 +293,9 @@ class Halves(Sampler):
         {"sampler": WeightedRandomSampler([1.0] * 10, 10)},
         {"sampler": Halves(shuffle=True)},
         {"batch_sampler": ipufit.data.LengthBuckets(NUMBERED, 4)},
+        {"batch_sampler": BatchSampler(RandomSampler(range(10)), 4, False)},
     ],
-    ids=["shuffle", "subset", "weighted", "sampler", "buckets"],
+    ids=["shuffle", "subset", "weighted", "sampler", "buckets", "batches of a sampler"],
 )
 def test_predictions_in_an_order_that_is_drawn_are_told(options):
     """Whoever takes the first row for that of the first sample is wrong."""
