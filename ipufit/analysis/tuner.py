@@ -29,7 +29,7 @@ from ipufit.metrics.metric_set import MetricSet
 from ipufit.optim.schedules import resolve_schedule
 from ipufit.planner.divided_module import DividedModule
 from ipufit.training.arguments import checked_seed
-from ipufit.training.session import JobSpec, Session, require_single_process
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.devices import clear_cache, is_out_of_memory
 from ipufit.utils.error_collector import ErrorCollector, at_least, is_number
@@ -271,7 +271,7 @@ def find_lr(
         DataError: data that can't be read or used, or that can be read only once.
     """
     session = trial.session
-    require_single_process(session, "find_lr", _ALONE)
+    session.processes.require_single("find_lr", _ALONE)
     assert session.optimizer is not None
     _check_range(*rates)
     source = get_data_adapter(data, Mode.TRAIN, session.loss.in_module)
@@ -357,7 +357,7 @@ def find_batch_size(
         DataError: data that can't be read or used.
     """
     session = trial.session
-    require_single_process(session, "find_batch_size", _ALONE)
+    session.processes.require_single("find_batch_size", _ALONE)
     if not comes_in_samples(DataArguments("training data", x, y)):
         raise ConfigurationError(
             "find_batch_size needs samples, but the training data already comes in batches, "

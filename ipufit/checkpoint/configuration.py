@@ -45,10 +45,15 @@ from ipufit.data.source import DataAdapter
 from ipufit.errors import UnknownNameError
 from ipufit.losses import Loss
 from ipufit.optim.schedules import settings
+from ipufit.optim.several import members_of
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.state import value_at
 
+# Place of a parameter that the module has not.
+ELSEWHERE = -1
+# What a run takes over as callbacks had left it, and compares with nothing.
+_RESTORED = ("groups", "modes")
 # Besides these, hyper-parameters of the optimizer by the names that torch has for them.
 CHANGEABLE = frozenset(
     (
@@ -251,8 +256,21 @@ def _mutable(session: ObservedSession) -> Configuration:
     return {
         "hyperparameters": _hyperparameters(session),
         "modules": {name: _module(each) for name, each in module.named_modules()},
+        "modes": {name: each.training for name, each in module.named_modules()},
+        "groups": _places_in_groups(session),
         "requires_grad": {name: p.requires_grad for name, p in module.named_parameters()},
     }
+
+
+def _places_in_groups(session: ObservedSession) -> Dict[str, List[List[int]]]:
+    """Where the module has the parameters of each group of each optimizer."""
+    places = {id(parameter): place for place, parameter in enumerate(session.module.parameters())}
+    assert session.optimizer is not None
+    result: Dict[str, List[List[int]]] = {}
+    for name, each in members_of(session.optimizer).items():
+        groups = [group["params"] for group in each.param_groups]
+        result[name] = [[places.get(id(p), ELSEWHERE) for p in group] for group in groups]
+    return result
 
 
 def _hyperparameters(session: ObservedSession) -> List[Configuration]:
@@ -459,6 +477,8 @@ def _changes_between(
     """
     changes: List[ConfigurationChange] = []
     for name in dict.fromkeys((*now, *begin)):
+        if name in _RESTORED:
+            continue
         differing = [*_changes_of(name, begin.get(name), now.get(name))]
         if name in last:
             still = {c.place for c in _changes_of(name, last[name], now.get(name))}

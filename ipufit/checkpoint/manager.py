@@ -197,7 +197,8 @@ class CheckpointManager(Observer):
             self.callbacks.call("on_epoch_begin", self.restored.epoch, {})
         changes = self._compare()
         allowed = resolve_resume_changes(self.settings.resume_changes, self.session.groups)
-        restore(self.restored, fit, self.session, self.stateful, changes, allowed)
+        begun = self._begun.begin
+        restore(self.restored, fit, self.session, self.stateful, begun, changes, allowed)
         self._begun.adopt(self.restored, changes)
         if self._begun.changes or allowed:
             unchanged = sorted(allowed - {change.name for change in changes})

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import FrozenSet, List, Optional, Sequence, Tuple
+from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import (
+    ELSEWHERE,
     ConfigurationChange,
     changeable_names,
     configuration_name,
@@ -24,9 +25,12 @@ from ipufit.engines.program import TrainState
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.optim.rules import rules_for
 from ipufit.optim.schedules import settings
-from ipufit.optim.several import name_of_optimizer
+from ipufit.optim.several import members_of, name_of_optimizer
+from ipufit.utils.console import warn_user
 
 _SHOWN = 40
+# Attributes of modules that a checkpoint has as they are.
+_PLAIN = ((bool,), (int, float), (str,))
 # What belongs to a whole pass over the data, and can't change within one.
 _BETWEEN_PASSES = frozenset(("data", "metrics", "shuffle"))
 
@@ -36,6 +40,7 @@ def restore(
     fit: RunningFit,
     session: ObservedSession,
     callbacks: Sequence[Callback],
+    begun: Document,
     changes: Sequence[ConfigurationChange] = (),
     allowed: FrozenSet[str] = frozenset(),
 ) -> None:
@@ -46,6 +51,7 @@ def restore(
         fit: that goes on.
         session: of the model.
         callbacks: the user's.
+        begun: the configuration that this run has begun with.
         changes: how the configuration differs from that of the checkpoint.
         allowed: names of what may differ.
 
@@ -56,9 +62,12 @@ def restore(
     tree, job = checkpoint.tree, fit.job
     checkpoint.check_divided(session.processes, fit.shards_data)
     state = job.program.read_state()
-    _check_fits(checkpoint, state, fit, session, callbacks, changes, allowed)
-    changed = frozenset(change.name for change in changes)
     try:
+        left = _left_by_callbacks(checkpoint, begun)
+        _check_fits(checkpoint, state, fit, session, callbacks, left, changes, allowed)
+        changed = frozenset(change.name for change in changes)
+        _restore_module(session.module, begun, left)
+        _regroup(session, _groups_of(session, left))
         _restore_program(checkpoint, state, fit, session, changed)
         fit.history.load_state_dict(tree["history"])
         _restore_callbacks(callbacks, tree["callbacks"])
@@ -88,6 +97,7 @@ def _check_fits(
     fit: RunningFit,
     session: ObservedSession,
     callbacks: Sequence[Callback],
+    left: Document,
     changes: Sequence[ConfigurationChange],
     allowed: FrozenSet[str],
 ) -> None:
@@ -130,7 +140,12 @@ def _check_fits(
         ]
     if not faults:
         notes = settings.NOTES if "lr_scheduler" in allowed else ()
-        faults = _optimizer_differences(session.optimizer, checkpoint.tree["optimizer"], notes)
+        faults = _optimizer_differences(
+            session.optimizer,
+            [group for groups in _groups_of(session, left).values() for group in groups],
+            checkpoint.tree["optimizer"],
+            notes,
+        )
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
@@ -145,18 +160,83 @@ def _check_fits(
         )
 
 
+def _left_by_callbacks(checkpoint: RestoredState, begun: Document) -> Document:
+    """Return what callbacks had changed in a checkpoint's run, where this one has begun alike."""
+    stored = checkpoint.document.get("configuration") or {"begin": {}, "last": {}}
+    begin, last = stored["begin"], stored["last"]
+    return {
+        name: {
+            key: value
+            for key, value in last.get(name, {}).items()
+            if begun[name].get(key) == begin.get(name, {}).get(key) != value
+        }
+        for name in ("groups", "modes", "modules", "requires_grad")
+    }
+
+
+def _restore_module(module: nn.Module, begun: Document, left: Document) -> None:
+    """Bring modes, frozen parameters and plain attributes to where callbacks had brought them."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(left["requires_grad"].get(name, parameter.requires_grad))
+    lost = []
+    for name, each in module.named_modules():
+        each.training = bool(left["modes"].get(name, each.training))
+        for attribute, value in left["modules"].get(name, {}).items():
+            if value == begun["modules"][name].get(attribute) or attribute not in vars(each):
+                continue
+            present = vars(each)[attribute]
+            if any(type(present) in kinds and type(value) in kinds for kinds in _PLAIN):
+                setattr(each, attribute, value)
+            else:
+                lost.append(f"{attribute!r} of {type(each).__name__}")
+    if lost:
+        warn_user(
+            f"callbacks had changed {', '.join(lost)}, which a checkpoint does not restore: it has "
+            "numbers and texts only. Let the callback's load_state_dict set it again."
+        )
+
+
+def _groups_of(session: ObservedSession, left: Document) -> Dict[str, List[Document]]:
+    """The groups of each optimizer, with the parameters that callbacks had put into them."""
+    parameters = list(session.module.parameters())
+    assert session.optimizer is not None
+    groups = {}
+    for name, each in members_of(session.optimizer).items():
+        places = left["groups"].get(name, [])
+        if any(ELSEWHERE in inside for inside in places):
+            places = []  # said of the sizes of the groups
+        new = [dict(each.defaults) for _ in places[len(each.param_groups) :]]
+        groups[name] = [*map(dict, each.param_groups), *new]
+        for group, inside in zip(groups[name], places):
+            group["params"] = [parameters[place] for place in inside]
+    return groups
+
+
+def _regroup(session: ObservedSession, groups: Mapping[str, List[Document]]) -> None:
+    assert session.optimizer is not None
+    for name, each in members_of(session.optimizer).items():
+        for present, group in zip(each.param_groups, groups[name]):
+            present["params"] = group["params"]
+        for group in groups[name][len(each.param_groups) :]:
+            each.add_param_group(group)
+
+
 def _optimizer_differences(
-    optimizer: Optional[torch.optim.Optimizer], state: Document, left_out: Sequence[str]
+    optimizer: Optional[torch.optim.Optimizer],
+    groups: Sequence[Document],
+    state: Document,
+    left_out: Sequence[str],
 ) -> List[str]:
     """Return how the optimizer differs from a checkpoint's, a line for each difference.
 
     Args:
         optimizer: of now.
+        groups: of its parameters, once callbacks' changes are made again.
         state: in the checkpoint.
         left_out: names of settings that come anew.
     """
     assert optimizer is not None
-    groups, stored = optimizer.param_groups, state["param_groups"]
+    stored = state["param_groups"]
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in (stored, groups))
     if sizes != own_sizes:
         return [f"parameters of the optimizer's groups: {sizes} in the checkpoint, {own_sizes} now"]

@@ -22,7 +22,7 @@ from ipufit.errors import CaptureError, ConfigurationError, DataError
 from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.training.arguments import FitConfig
 from ipufit.training.model import Model
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import Session
 from ipufit.training.trainer import Job
 
 _ALIKE, _DIFFERENT = 0, 1
@@ -74,7 +74,7 @@ class Bench(Examination[_Values]):
     def look(self, call: FitCall) -> _Values:
         """Time the program in each way."""
         session = call.session
-        require_single_process(session, "ipufit bench", "Start it without a launcher.")
+        session.processes.require_single("ipufit bench", "Start it without a launcher.")
         ways = _ways(session, self.options.inductor)
         plan = _measure(ways, session, call.model, call.check_arguments(), self.options.seconds)
         return _result(ways, session, plan)

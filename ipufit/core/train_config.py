@@ -183,10 +183,6 @@ class Clip:
         return self != Clip()
 
 
-# Indices of parameter groups, and the bound on their gradient.
-GroupClips = Tuple[Tuple[Tuple[int, ...], Clip], ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class EMA:
     """Exponential moving average of the trained weights, updated after every weight update.
@@ -443,7 +439,7 @@ class TrainConfig:
     Attributes:
         gradient_reduction: over the micro-batches of an update, "mean" or "sum".
         clip: bounds on the reduced gradient.
-        group_clips: bounds on that of some parameter groups each, where optimizers have their own.
+        optimizer_clips: bounds on that of the parameters of single optimizers, by their names.
         optimizers: how many make an update together.
         accumulation_dtype: of the sum of gradients; None is the dtype of each parameter.
         precision: of forward and loss.
@@ -466,7 +462,7 @@ class TrainConfig:
 
     gradient_reduction: str = "mean"
     clip: Clip = dataclasses.field(default_factory=Clip)
-    group_clips: GroupClips = ()
+    optimizer_clips: Tuple[Tuple[str, Clip], ...] = ()
     optimizers: int = 1
     accumulation_dtype: Optional[torch.dtype] = None
     precision: Precision = dataclasses.field(default_factory=Precision)

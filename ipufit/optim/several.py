@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import collections
 import inspect
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    ChainMap,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    MutableMapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 import torch
 from torch import nn
@@ -21,11 +34,45 @@ _SHOWN = 5
 _REST = "*"
 
 
+class _MultiState(ChainMap[torch.Tensor, object]):
+    """The states of several optimizers as one: a parameter's is in that of its optimizer."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # A ChainMap begins with the keys of its last map.
+        super().__init__(*[each.state for each in reversed(optimizers)])
+        self._optimizers = optimizers
+
+    def _of(self, key: torch.Tensor) -> Dict[torch.Tensor, object]:
+        """The state that has a parameter, or is to have it."""
+        for each in self._optimizers:
+            if key in each.state:
+                return each.state
+        for each in self._optimizers:
+            if any(p is key for group in each.param_groups for p in group["params"]):
+                return each.state
+        raise KeyError(key)
+
+    def __getitem__(self, key: torch.Tensor) -> object:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: torch.Tensor, value: object) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        del self._of(key)[key]
+
+    # Not those of a ChainMap, which change its first map only.
+    pop = MutableMapping.pop  # type: ignore[assignment]
+    popitem = MutableMapping.popitem
+    clear = MutableMapping.clear
+
+
 class MultiOptimizer(torch.optim.Optimizer):
     """Several torch optimizers that make one update together.
 
-    It has all their parameter groups and shares their state, so code that sets a learning rate or
-    saves the state sees one optimizer.
+    Its parameter groups are those of all of them in a row, and its state is theirs, so code that
+    sets a learning rate or saves the state sees one optimizer, and each of them can be used by
+    itself.
 
     Args:
         optimizers: by name, over disjoint parameters.
@@ -36,24 +83,34 @@ class MultiOptimizer(torch.optim.Optimizer):
             empty.
     """
 
-    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        self.optimizers: Dict[str, torch.optim.Optimizer] = dict(optimizers)
-        self.choice: str = ""
-        groups = [group for each in optimizers.values() for group in each.param_groups]
-        super().__init__(groups, {})
-        for each in optimizers.values():
-            self.state.update(each.state)
-        self._share()
-        if any(hasattr(each, "train") and hasattr(each, "eval") for each in optimizers.values()):
-            self.train: Callable[[], None] = lambda: self._switch("train")
-            self.eval: Callable[[], None] = lambda: self._switch("eval")
+    optimizers: Dict[str, torch.optim.Optimizer]
+    choice: str
 
-    def _share(self) -> None:
-        start = 0
-        for each in self.optimizers.values():
-            stop = start + len(each.param_groups)
-            each.param_groups, each.state = self.param_groups[start:stop], self.state
-            start = stop
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        # Not torch's own __init__, which makes groups and a state.
+        self.__setstate__({"optimizers": dict(optimizers), "choice": "", "defaults": {}})
+
+    @property
+    def param_groups(self) -> List[Dict[str, object]]:  # type: ignore[override]
+        """The parameter groups of all optimizers, in their order; a new list each time."""
+        return [group for each in self.optimizers.values() for group in each.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[torch.Tensor, object]:  # type: ignore[override]
+        """The state of all optimizers, by parameter."""
+        return _MultiState([*self.optimizers.values()])
+
+    def add_param_group(self, param_group: Dict[str, object]) -> None:
+        """Refuse a group, which must belong to one of the optimizers.
+
+        Raises:
+            OptimizerError: always.
+        """
+        name = next(iter(self.optimizers))
+        raise OptimizerError(
+            "a parameter group must belong to one of several optimizers, got one for all. Call "
+            f"add_param_group of one of them, such as model.optimizer.optimizers[{name!r}]."
+        )
 
     def _switch(self, mode: str) -> None:
         for each in self.optimizers.values():
@@ -61,20 +118,27 @@ class MultiOptimizer(torch.optim.Optimizer):
                 getattr(each, mode)()
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**super().__getstate__(), "optimizers": self.optimizers, "choice": self.choice}
+        return {name: getattr(self, name) for name in ("optimizers", "choice", "defaults")}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        super().__setstate__(state)
-        start = 0
-        for each in self.optimizers.values():
-            stop = start + len(each.param_groups)
-            groups = self.param_groups[start:stop]
-            params = [p for group in groups for p in group["params"] if p in self.state]
-            member_state = collections.defaultdict(dict, {p: self.state[p] for p in params})
-            each.__setstate__({"state": member_state, "param_groups": groups})
-            self.state.update(each.state)
-            start = stop
-        self._share()
+        if "optimizers" in state:
+            super().__setstate__(state)
+            members = self.optimizers.values()
+            if any(hasattr(each, "train") and hasattr(each, "eval") for each in members):
+                self.train: Callable[[], None] = lambda: self._switch("train")
+                self.eval: Callable[[], None] = lambda: self._switch("eval")
+            return
+        # What torch's load_state_dict has made.
+        for name, indices in groups_of_members(self).items():
+            groups = [state["param_groups"][index] for index in indices]
+            parameters = {id(p) for group in groups for p in group["params"]}
+            values = {
+                key: value
+                for key, value in state["state"].items()
+                if id(key) in parameters or not isinstance(key, torch.Tensor)
+            }
+            member_state = collections.defaultdict(dict, values)
+            self.optimizers[name].__setstate__({"state": member_state, "param_groups": groups})
 
     def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:  # type: ignore[override]
         """Call the step of every optimizer.
@@ -121,6 +185,15 @@ def name_of_optimizer(optimizer: Optional[torch.optim.Optimizer]) -> str:
     if isinstance(optimizer, MultiOptimizer):
         return " + ".join(type(each).__name__ for each in optimizer.optimizers.values())
     return type(optimizer).__name__
+
+
+def groups_of_members(optimizer: torch.optim.Optimizer) -> Dict[str, range]:
+    """For each of the optimizers that one is made of the indices of its parameter groups."""
+    indices, start = {}, 0
+    for name, each in members_of(optimizer).items():
+        indices[name] = range(start, start + len(each.param_groups))
+        start = indices[name].stop
+    return indices
 
 
 def kinds_by_group(optimizer: torch.optim.Optimizer) -> List[Type[torch.optim.Optimizer]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Optional, Seque
 import torch
 from torch import Tensor, distributed
 
-from ipufit.errors import ProcessError, describe_error
+from ipufit.errors import ConfigurationError, ProcessError, describe_error
 from ipufit.processes.launchers import Rendezvous
 from ipufit.utils.codec import decode, encode
 
@@ -88,6 +88,22 @@ class Processes:
     def is_rank_zero(self) -> bool:
         """True in the process that prints and writes."""
         return self.process_id == 0
+
+    def require_single(self, what: str, instead: str) -> None:
+        """Refuse what works in one process alone.
+
+        Args:
+            what: works there only.
+            instead: what to do.
+
+        Raises:
+            ConfigurationError: there are several.
+        """
+        if self.is_distributed:
+            raise ConfigurationError(
+                f"{what} works in one process, but this is process {self.process_id} of "
+                f"{self.num_processes}. {instead}"
+            )
 
     def describe(self) -> str:
         """Return one line about the process and its group, for reports."""

@@ -10,7 +10,7 @@ parameter memory of its own again.
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -180,9 +180,17 @@ def large_apart(named: Sequence[Tuple[str, nn.Parameter]]) -> List[List[Tuple[st
 def group_alike(
     optimizer: torch.optim.Optimizer,
     named: Sequence[Tuple[str, nn.Parameter]],
-    updates: Callable[[nn.Parameter], float],
+    ages: Mapping[str, float],
+    updates: Callable[[str, nn.Parameter], float],
 ) -> List[FlatBlock]:
-    """Make a block for the parameters of one group, dtype, device and number of updates."""
+    """Make a block for the parameters of one group, dtype, device and number of updates.
+
+    Args:
+        optimizer: that they belong to.
+        named: the parameters.
+        ages: numbers of updates that are known, by name.
+        updates: returns that of any other one.
+    """
     groups = {
         id(parameter): index
         for index, group in enumerate(optimizer.param_groups)
@@ -190,7 +198,8 @@ def group_alike(
     }
     alike: Dict[Tuple[int, float, torch.dtype, torch.device], List[Tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        key = (groups[id(parameter)], updates(parameter), parameter.dtype, parameter.device)
+        age = ages[name] if name in ages else updates(name, parameter)
+        key = (groups[id(parameter)], age, parameter.dtype, parameter.device)
         alike.setdefault(key, []).append((name, parameter))
     return [FlatBlock.of(members, key[0], key[1]) for key, members in alike.items()]
 

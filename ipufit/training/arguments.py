@@ -19,7 +19,7 @@ from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.report.settings import Report, refuse_report, refuse_reports, split_reports
 from ipufit.training import fit_data
-from ipufit.training.session import JobSpec, Session, require_single_process
+from ipufit.training.session import JobSpec, Session
 from ipufit.utils.console import VerboseLevel, resolve_verbose
 from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.random_streams import Seeds
@@ -234,7 +234,7 @@ def _check_checkpoint(session: Session, checkpoint: Checkpoint) -> None:
     with faults.collect():
         if checkpoint.max_restarts:
             instead = "Leave it out, and let the launcher restart: torchrun --max-restarts."
-            require_single_process(session, f"max_restarts={checkpoint.max_restarts}", instead)
+            session.processes.require_single(f"max_restarts={checkpoint.max_restarts}", instead)
     faults.raise_all()
 
 

@@ -299,15 +299,9 @@ def _settings_by_optimizer(
     Raises:
         ConfigurationError: a bound of no optimizer, or of one alone.
     """
-    members, clips = members_of(optimizer), request.clips
-    refuse_unknown_members("clip", clips, optimizer)
-    group_clips, start = [], 0
-    for name, member in members.items():
-        groups = tuple(range(start, start + len(member.param_groups)))
-        start += len(groups)
-        if name in clips:
-            group_clips.append((groups, clips[name]))
-    return {"optimizers": len(members), "group_clips": tuple(group_clips)}
+    refuse_unknown_members("clip", request.clips, optimizer)
+    clips = tuple(request.clips.items())
+    return {"optimizers": len(members_of(optimizer)), "optimizer_clips": clips}
 
 
 def _schedule(

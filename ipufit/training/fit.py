@@ -15,6 +15,7 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.loaders import shuffles
 from ipufit.data.source import DataAdapter
+from ipufit.engines.external_changes import warn_of_late
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.processes import Processes
 from ipufit.tracing.user_lines import frame_of
@@ -62,7 +63,7 @@ def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
             folder = config.checkpoint.folder if processes.is_rank_zero else None
             processes.run_on_all_ranks(lambda: folder and stack.enter_context(locked(folder)))
         config = sync_run_config(session, config)
-        session.warn_of_changes()
+        warn_of_late(session.module, session.optimizer, session.left_out)
         while True:
             try:
                 return _train(model, session, config)

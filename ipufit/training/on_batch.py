@@ -9,7 +9,7 @@ from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.data.in_memory import as_arrays
 from ipufit.errors import ConfigurationError
-from ipufit.training.session import JobSpec, Session, require_single_process
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Job
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.interrupts import defer_signals
@@ -31,7 +31,7 @@ def _running(
     session: Session, batch: object, mode: Mode, seed: int, class_weight: object = None
 ) -> Iterator[Tuple[Job, CombinedBatch]]:
     """A program for this batch on one replica, and the only execution there is for it."""
-    require_single_process(session, "A call with a single batch", "Call fit, evaluate or predict.")
+    session.processes.require_single("A call with a single batch", "Call fit, evaluate or predict.")
     arguments = DataArguments("batch", [batch], class_weight=class_weight)
     source = get_data_adapter(arguments, mode, session.loss.own_loss(mode))
     plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)

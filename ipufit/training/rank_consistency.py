@@ -21,7 +21,7 @@ from ipufit.optim.several import name_of_optimizer
 from ipufit.processes import Processes, common
 from ipufit.tracing.validate import refuse_unready
 from ipufit.training.arguments import FitConfig, InferenceConfig
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import Session
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import device_of
 
@@ -45,7 +45,7 @@ def sync_run_config(session: Session, given: FitConfig) -> FitConfig:
         jit = session.config.jit
         if jit in (INDUCTOR, CUDAGRAPH):
             processes.run_on_all_ranks(
-                lambda: require_single_process(session, f"jit={jit!r}", _OTHER_JIT)
+                lambda: session.processes.require_single(f"jit={jit!r}", _OTHER_JIT)
             )
         _check_device(session)
     restored = _restore_on_all_ranks(processes, given)

@@ -21,6 +21,7 @@ from ipufit.data.casting import Casting
 from ipufit.data.fields import BatchForm
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
+from ipufit.engines.external_changes import outside_optimizer, trained_parameters, warn_of_late
 from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["JobSpec", "Session", "require_single_process"]
+__all__ = ["JobSpec", "Session"]
 
 
 class Session:
@@ -97,7 +98,9 @@ class Session:
         self._seed: Optional[int] = None
         self._training: Optional[Program] = None
         self.fallback = EagerFallback()
-        self._left_out = self._outside_optimizer()
+        self._modules = [self.module, *([self.loss.module] if self.loss.module is not None else [])]
+        self._trained = trained_parameters(self._modules, self._optimizer)
+        self.left_out = outside_optimizer(self.module, self._optimizer)
         self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
 
     @property
@@ -358,7 +361,10 @@ class Session:
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)
         wants_outputs = bool(metrics) or job.wants_outputs
-        program = self.build(plan, mode, job.seed, job.domain, wants_outputs, job.profile_folder)
+        build = functools.partial(
+            self.build, plan, mode, job.seed, job.domain, wants_outputs, job.profile_folder
+        )
+        program = build()
         try:
             # An interrupt in the middle of a recording could leave torch recording for good.
             with defer_signals():
@@ -385,7 +391,23 @@ class Session:
         meter = EpochMetrics(metrics, plan, self.loss, rules, settings)
         weighted = job.source.role if mode is Mode.TRAIN and is_weighted(first) else None
         sync = ExecutionSync(self.processes, plan, job.source.is_portioned, weighted)
-        return Job(program, mode, plan, meter, first, pipeline, sync, explainer, prepared.outputs)
+        renewed = functools.partial(self._renewed, build)
+        more = (pipeline, sync, explainer, renewed, prepared.outputs)
+        return Job(program, mode, plan, meter, first, *more)
+
+    def _renewed(self, build: Callable[[], Program], program: Program) -> Program:
+        """A program that trains what is to be trained now, which may be the present one.
+
+        Args:
+            build: builds one.
+            program: the present one; finished if there is another one.
+        """
+        trained = trained_parameters(self._modules, self._optimizer)
+        if program is not self._training or trained == self._trained:
+            return program
+        self.finish(program)
+        warn_of_late(self.module, self._optimizer, self.left_out)
+        return build()
 
     def build(
         self,
@@ -441,6 +463,7 @@ class Session:
         program = self.around(program, spec)
         if mode is Mode.TRAIN:
             self._training = program
+            self._trained = trained_parameters(self._modules, self._optimizer)
         return program
 
     def check_engine(self, config: TrainConfig) -> None:
@@ -542,8 +565,7 @@ class Session:
 
     def buffers(self) -> List[torch.Tensor]:
         """All buffers of the module and the loss."""
-        modules = [self.module, *([self.loss.module] if self.loss.module is not None else [])]
-        return [buffer for module in modules for buffer in module.buffers()]
+        return [buffer for module in self._modules for buffer in module.buffers()]
 
     def finish(self, program: Program) -> None:
         """Give the device back, and keep the count of updates; safe twice."""
@@ -568,23 +590,6 @@ class Session:
             finally:
                 self.finish(job.program)
 
-    def _outside_optimizer(self) -> List[str]:
-        """Names of the trainable parameters that the optimizer has not."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        owned = {id(p) for group in groups for p in group["params"]}
-        named = self.module.named_parameters()
-        return [name for name, p in named if p.requires_grad and id(p) not in owned]
-
-    def warn_of_changes(self) -> None:
-        """Say so if a parameter became trainable after ``compile`` made the optimizer."""
-        late = [name for name in self._outside_optimizer() if name not in self._left_out]
-        if late:
-            warn_user(
-                f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
-                "compile made the optimizer, so fit does not train it. Call compile again to train "
-                "it.",
-            )
-
 
 def _told_of_compile(error: PlanError) -> PlanError:
     """An error of the plan in the words of who called fit: rounding is an argument of compile."""
@@ -594,17 +599,3 @@ def _told_of_compile(error: PlanError) -> PlanError:
         for fault in error.faults
     ]
     return PlanError(faults, {k: v for k, v in error.suggestion.items() if k != name})
-
-
-def require_single_process(session: Session, what: str, instead: str) -> None:
-    """Refuse what works in one process alone.
-
-    Raises:
-        ConfigurationError: there are several.
-    """
-    processes = session.processes
-    if processes.is_distributed:
-        raise ConfigurationError(
-            f"{what} works in one process, but this is process {processes.process_id} of "
-            f"{processes.num_processes}. {instead}"
-        )

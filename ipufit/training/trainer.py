@@ -13,7 +13,7 @@ from ipufit.core.batch import CombinedBatch, DataCursor, Mode
 from ipufit.core.outputs import check_rows, join_rows
 from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.data.pipeline import BatchPipeline
-from ipufit.engines.program import ExecutionResult
+from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import NonFiniteLossError
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import FailureExplainer
@@ -31,6 +31,7 @@ class Job(Measurement):
         pipeline: combines the batches of the data.
         sync: brings in what other processes compute.
         explainer: says why module or loss can't take a micro-batch.
+        renewed: returns a program like that one, or itself while it trains what is to be trained.
         outputs: the module's, as tensors without data.
         run: computes one execution: what it gave in all processes, but for the outputs, which are
             those of this one unless the job predicts.
@@ -39,6 +40,7 @@ class Job(Measurement):
     pipeline: BatchPipeline
     sync: ExecutionSync
     explainer: FailureExplainer
+    renewed: Callable[[Program], Program]
     outputs: object = None
     run: Callable[[CombinedBatch], ExecutionResult] = dataclasses.field(init=False)
 
@@ -59,6 +61,8 @@ class Job(Measurement):
     def prepare(self) -> None:
         """Take over what callbacks have changed in the module or the optimizer."""
         with defer_signals(), self.explainer.explained([self.first]):
+            self.program = self.renewed(self.program)
+            self.__post_init__()
             self.program.prepare(self.first)
 
     def _predict(self, batch: CombinedBatch) -> ExecutionResult:

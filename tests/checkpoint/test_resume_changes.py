@@ -344,6 +344,92 @@ def test_settings_that_callbacks_change_are_no_change_of_the_run(tmp_path):
         model.fit(**given, epochs=5, callbacks=halves())
 
 
+def unfreeze(model):
+    """A layer that the optimizer has had from the beginning."""
+    model.module.head.bias.requires_grad_(True)
+
+
+def add_group(model):
+    """A layer that it gets now."""
+    first = model.module.layers[0].weight.requires_grad_(True)
+    model.optimizer.add_param_group({"params": [first], "lr": 0.3})
+
+
+def fix_dropout(model):
+    """A part of the module to eval mode."""
+    model.module.layers[2].eval()
+
+
+def scale(model):
+    """A number in the module, by what it was."""
+    model.module.scale *= 0.5
+
+
+class Once(Callback):
+    """Changes something when the second epoch begins; ends the run within an epoch if asked to."""
+
+    def __init__(self, change, ends_at=None):
+        super().__init__()
+        self.change = change
+        self.ends_at = ends_at
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        if epoch == 1:
+            self.change(self.model)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, batch) == self.ends_at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("ends_at", [(1, 3), (2, 0)], ids=["within an epoch", "after one"])
+@pytest.mark.parametrize("change", [unfreeze, add_group, fix_dropout, scale])
+def test_a_run_goes_on_with_what_callbacks_had_changed(change, ends_at, tmp_path):
+    """Bit by bit, though no callback changes it again."""
+
+    def fit(folder, ends_at=None):
+        net = Net(dropout=0.5)
+        net.head.bias.requires_grad_(change is not unfreeze)
+        net.layers[0].weight.requires_grad_(change is not add_group)
+        model = compiled(net)
+        parameters = [p for p in net.parameters() if p.requires_grad or change is unfreeze]
+        model.compile(torch.optim.SGD(parameters, 0.1, momentum=0.9), "cross_entropy")
+        checkpoint = ipufit.Checkpoint(tmp_path / folder, every_updates=1, resume="auto")
+        calls = [Once(change, ends_at)]
+        try:
+            model.fit(**FIT, epochs=4, checkpoint=checkpoint, callbacks=calls)
+        except KeyboardInterrupt:
+            return fit(folder)
+        assert ("resumed" in model.history.params) == (folder == "ended")
+        return net.state_dict()
+
+    whole, ended = fit("whole"), fit("ended", ends_at)
+    for name, value in whole.items():
+        assert torch.equal(ended[name], value), name
+
+
+@pytest.mark.long
+def test_a_list_that_callbacks_had_changed_is_reported(tmp_path):
+    def fit(ends_at=None):
+        net = Net()
+        net.widths = [1, 2]
+        model = compiled(net)
+        calls = [Once(lambda model: model.module.widths.append(3), ends_at)]
+        checkpoint = ipufit.Checkpoint(tmp_path / "run", resume="auto")
+        model.fit(**FIT, epochs=3, checkpoint=checkpoint, callbacks=calls)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit((2, 0))
+    with pytest.warns(UserWarning, match="callbacks had changed") as caught:
+        fit()
+    assert [str(each.message) for each in caught] == [
+        "callbacks had changed 'widths' of Net, which a checkpoint does not restore: it has "
+        "numbers and texts only. Let the callback's load_state_dict set it again."
+    ]
+
+
 @pytest.mark.long
 def test_what_belongs_to_an_epoch_changes_between_two(tmp_path):
     class Ends(Callback):

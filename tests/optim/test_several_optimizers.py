@@ -1,6 +1,7 @@
 """Several optimizers in one update: by patterns of names, as a list, by "muon"."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -99,12 +100,15 @@ def test_fifty_updates_equal_the_loop(pair, eager):
 @own_step
 def test_names_of_optimizers_are_those_that_users_gave():
     module = net()
-    model, _ = fitted(module, {"encoder.*": "adamw", "head": SGD(module.head.parameters(), lr=0.1)})
+    head = SGD(module.head.parameters(), lr=0.1, momentum=0.9)
+    model, _ = fitted(module, {"encoder.*": "adamw", "head": head})
     optimizer = model.optimizer
     assert list(optimizer.optimizers) == ["encoder.*", "head"]
     assert [type(each) for each in optimizer.optimizers.values()] == [ADAMW, SGD]
     assert optimizer.param_groups[1] is optimizer.optimizers["head"].param_groups[0]
-    assert optimizer.optimizers["encoder.*"].state is optimizer.state
+    for each, part in zip(optimizer.optimizers.values(), (module.encoder, module.head)):
+        assert set(each.state) == set(part.parameters()) <= set(optimizer.state)
+        assert all(optimizer.state[p] is each.state[p] for p in part.parameters())
 
 
 @own_step
@@ -118,6 +122,75 @@ def test_a_run_goes_from_a_loop_to_fit_and_back():
     by_hand(module, optimizers)
     by_hand(other, make(other), epochs=3)
     assert_equal(module, other)
+
+
+@own_step
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+@pytest.mark.parametrize("pair", PAIRS, ids=["rules", "mixed", "reversed", "steps"])
+def test_each_optimizer_saves_and_loads_its_own_state_after_compile(pair, eager):
+    """A training that a loop had begun goes on, and its states are those of a loop again."""
+    module, other = net(), net()
+    make = lambda m: [pair[0](m.encoder.parameters()), pair[1](m.head.parameters())]  # noqa: E731
+    before = make(other)
+    by_hand(other, before)
+    module.load_state_dict(other.state_dict())
+    optimizers = make(module)
+    model = ipufit.Model(module)
+    model.compile(optimizers, "cross_entropy", run_eagerly=eager)
+    for each, loaded in zip(optimizers, before):
+        each.load_state_dict(copy.deepcopy(loaded.state_dict()))
+    model.fit(LOADER, device_iterations=8, verbose=0)
+    by_hand(other, before)
+    assert_equal(module, other)
+    for each, expected in zip(optimizers, before):
+        states, expected_states = each.state_dict()["state"], expected.state_dict()["state"]
+        assert states.keys() == expected_states.keys()
+        for place, values in states.items():
+            assert values.keys() == expected_states[place].keys()
+
+
+@own_step
+def test_a_group_added_to_one_of_them_belongs_to_it():
+    """Between two fits: of a first optimizer, so that the indices of later groups change."""
+    module, other = net(), net()
+    clips = {"head": ipufit.Clip(global_norm=0.05)}
+    make = lambda m: {  # noqa: E731
+        "encoder": ADAM([p for p in m.encoder.parameters() if p.requires_grad], lr=0.01),
+        "head": NADAM(m.head.parameters(), lr=0.05),
+    }
+    for each in (module, other):
+        each.encoder[0].bias.requires_grad_(False)
+    optimizers, pair = make(module), make(other)
+    schedules = {"head": lambda update: 0.05 * 0.99**update}
+    model, _ = fitted(module, optimizers, clip=clips, lr_scheduler=schedules)
+    by_hand_clipped = functools.partial(
+        by_hand,
+        other,
+        [*pair.values()],
+        schedulers=[ExponentialLR(pair["head"], 0.99)],
+        finish=lambda: nn.utils.clip_grad_norm_(other.head.parameters(), 0.05),
+    )
+    by_hand_clipped()
+    for each, adam in ((module, optimizers["encoder"]), (other, pair["encoder"])):
+        bias = each.encoder[0].bias.requires_grad_(True)
+        adam.add_param_group({"params": [bias], "lr": 0.1})
+    history = model.fit(LOADER, epochs=1, device_iterations=8, verbose=0)
+    by_hand_clipped()
+    assert_equal(module, other)
+    assert history.history["learning_rate_1"] == [0.05 * 0.99**99]
+
+
+@own_step
+def test_a_group_for_all_of_them_is_refused():
+    module = net()
+    model = ipufit.Model(module)
+    model.compile({"encoder": "adam", "head": "sgd"}, "cross_entropy")
+    with pytest.raises(OptimizerError) as caught:
+        model.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert str(caught.value) == (
+        "a parameter group must belong to one of several optimizers, got one for all. Call "
+        "add_param_group of one of them, such as model.optimizer.optimizers['encoder']."
+    )
 
 
 def rates(module):

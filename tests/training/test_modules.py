@@ -509,7 +509,7 @@ def test_a_parameter_unfrozen_after_compile_is_reported():
         model.fit(loader(), verbose=0)
     assert str(caught[0].message) == (
         "layers.0.weight became trainable after compile made the optimizer, so fit does not train "
-        "it. Call compile again to train it."
+        "it. Call compile again or model.optimizer.add_param_group to train it."
     )
     assert caught[0].filename == __file__
 

@@ -845,18 +845,70 @@ def test_a_change_between_two_epochs_counts_as_one_between_two_fits(change, eage
     assert_same(*nets, atol=0)
 
 
-def test_a_parameter_frozen_in_a_callback_is_refused():
-    """It would be trained on."""
+def freeze(net, optimizer):
+    """A layer."""
+    net.layers[0].requires_grad_(False)
 
-    def freeze(model):
-        model.module.layers[0].weight.requires_grad_(False)
 
-    with pytest.raises(ConfigurationError) as caught:
-        compiled(MLP().double()).fit(loader(), epochs=2, callbacks=BetweenEpochs(freeze), verbose=0)
-    assert str(caught.value) == (
-        "'layers.0.weight' was frozen during fit, but fit chooses the trained parameters when "
-        "it starts. Freeze it between two calls of fit."
-    )
+def thaw(net, optimizer):
+    """A layer that the optimizer has had from the beginning."""
+    net.layers[2].requires_grad_(True)
+
+
+def add_thawed(net, optimizer):
+    """A layer in a group of its own."""
+    bias = net.layers[0].bias.requires_grad_(True)
+    optimizer.add_param_group({"params": [bias], "lr": 0.3, "weight_decay": 0.1})
+
+
+def move(net, optimizer):
+    """A layer to another group."""
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop(0))
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+@pytest.mark.parametrize("change", [freeze, thaw, add_thawed, move])
+def test_parameters_frozen_or_thawed_in_a_callback_train_as_in_a_loop(change, eager):
+    """From the next epoch on, also in groups that the optimizer did not have before."""
+    nets, batches = [], loader(20)
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        net = MLP().double()
+        frozen = {thaw: net.layers[2], add_thawed: net.layers[0]}.get(change)
+        if frozen is not None:
+            frozen.requires_grad_(False)
+        has = [p for p in net.parameters() if p.requires_grad or change is thaw]
+        groups = [{"params": has[:-1]}, {"params": has[-1:], "lr": 0.05}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        if by_hand:
+            for epoch in range(3):
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(net(x), y).backward()
+                    optimizer.step()
+                if epoch == 0:
+                    change(net, optimizer)
+        else:
+            model = compiled(net, optimizer=optimizer, run_eagerly=eager)
+            late = BetweenEpochs(lambda model: change(model.module, model.optimizer))
+            model.fit(batches, epochs=3, callbacks=late, verbose=0)
+        nets.append(net)
+    assert_same(*nets)
+
+
+def test_a_parameter_thawed_in_a_callback_without_the_optimizer_is_reported():
+    net = MLP().double()
+    net.layers[0].bias.requires_grad_(False)
+    model = compiled(net, optimizer=descent([p for p in net.parameters() if p.requires_grad]))
+    late = BetweenEpochs(lambda model: model.module.requires_grad_(True))
+    with pytest.warns(UserWarning, match="became trainable after compile") as caught:
+        model.fit(loader(), epochs=3, callbacks=late, verbose=0)
+    assert [str(each.message) for each in caught] == [
+        "layers.0.bias became trainable after compile made the optimizer, so fit does not train "
+        "it. Call compile again or model.optimizer.add_param_group to train it."
+    ]
 
 
 @pytest.mark.long("ipu-standin")

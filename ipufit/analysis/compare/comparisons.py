@@ -29,7 +29,7 @@ from ipufit.metrics.metric_set import MetricSet
 from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.comparison import Comparison, Tolerance, distance
 from ipufit.training.sanity_check import require_one_loss
-from ipufit.training.session import JobSpec, Session, require_single_process
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -55,8 +55,8 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
         DataError: the batch can't be used.
     """
     require_one_loss(session.loss, "compare")
-    require_single_process(
-        session, "compare", "Compare in one process: all processes run the same program."
+    session.processes.require_single(
+        "compare", "Compare in one process: all processes run the same program."
     )
     faults, tolerance = ErrorCollector(of_call=True), Tolerance(*tolerances)
     with faults.collect():
@@ -109,7 +109,7 @@ def check_invariance(
     """
     instead = "Check in one process: its replicas behave like those of all processes."
     require_one_loss(session.loss, "check_invariance")
-    require_single_process(session, "check_invariance", instead)
+    session.processes.require_single("check_invariance", instead)
     tolerance = Tolerance(*tolerances)
     tolerance.check()
     ErrorCollector.end_checks()

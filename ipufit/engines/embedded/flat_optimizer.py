@@ -18,7 +18,7 @@ from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes.torch_compile import compile_update
 from ipufit.optim.rules import OptimizerRule
-from ipufit.optim.several import kinds_by_group
+from ipufit.optim.several import NamedParameters, kinds_by_group
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
@@ -109,8 +109,13 @@ class FlatOptimizer(abc.ABC):
     own_parameters: AbstractSet[int] = frozenset()
 
     @abc.abstractmethod
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
-        """Divide parameters into blocks that are updated alike."""
+    def layout(self, named: NamedParameters, ages: Mapping[str, float]) -> List[FlatBlock]:
+        """Divide parameters into blocks that are updated alike.
+
+        Args:
+            named: the parameters.
+            ages: how many updates those had that are bound, when they were.
+        """
 
     @abc.abstractmethod
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
@@ -309,16 +314,16 @@ class RuleOptimizer(FlatOptimizer):
         assert kind is not None
         return kind
 
-    def _steps(self, parameter: nn.Parameter) -> float:
+    def _steps(self, name: str, parameter: nn.Parameter) -> float:
         state = self._optimizer.state.get(parameter, {})
         if self._rule_of(self._group_of[id(parameter)]).counted:
             return float(state.get("step", 0))
         # SGD has an entry without a value before its first update.
         return float(any(value is not None for value in state.values()))
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+    def layout(self, named: NamedParameters, ages: Mapping[str, float]) -> List[FlatBlock]:
         """Parameters of one group, dtype, device and age stand together."""
-        return group_alike(self._optimizer, named, self._steps)
+        return group_alike(self._optimizer, named, ages, self._steps)
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over the optimizer's state and record the update."""

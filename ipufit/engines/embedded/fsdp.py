@@ -12,10 +12,10 @@ import contextlib
 import copy
 import dataclasses
 import math
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
@@ -23,6 +23,7 @@ from ipufit.engines.embedded.passes.collective_hooks import FILL, SUM, Event, in
 from ipufit.engines.embedded.passes.simplify import call_directly, simplify
 from ipufit.engines.embedded.zero import ShardedOptimizer
 from ipufit.errors import CaptureError
+from ipufit.optim.several import NamedParameters
 from ipufit.processes import Processes
 from ipufit.processes.connection import PendingWork
 from ipufit.processes.group import PendingReduceScatter, as_bytes, part_of, start_all_gather
@@ -351,10 +352,10 @@ class FSDPOptimizer(ShardedOptimizer):
 
     takes_parts = True
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+    def layout(self, named: NamedParameters, ages: Mapping[str, float]) -> List[FlatBlock]:
         """Neighbours that are updated alike are a piece together."""
         layout = super().layout
-        return [block for piece in pieces_of(named) for block in layout(piece)]
+        return [block for piece in pieces_of(named) for block in layout(piece, ages)]
 
     def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
         return storage.flats

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import List, Optional, Sequence
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ipufit.core.train_config import Clip, GroupClips, LossScale
+from ipufit.core.train_config import Clip, LossScale
 from ipufit.errors import NonFiniteLossError
 from ipufit.tracing.flat_storage import FlatBlock
 
@@ -26,7 +26,7 @@ class GradientTransform:
 
     clip: Clip
     dtype: Optional[torch.dtype]
-    group_clips: GroupClips = ()
+    group_clips: Sequence[Tuple[range, Clip]] = ()
 
     @property
     def is_identity(self) -> bool:

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ipufit.core.compile_arguments import Backend
 from ipufit.core.precision import refuse_missing_half
@@ -28,7 +28,13 @@ from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.step_recorder import StepRecorder, UnrecordableError, setting_texts
 from ipufit.engines.external_changes import changed_shape
 from ipufit.optim.schedules import settings
-from ipufit.optim.several import evaluates_again, has_step_hooks, members_of
+from ipufit.optim.several import (
+    NamedParameters,
+    evaluates_again,
+    groups_of_members,
+    has_step_hooks,
+    members_of,
+)
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike
 from ipufit.utils.state import is_of_torch
 
@@ -80,9 +86,9 @@ class TracedOptimizer(FlatOptimizer):
         # State in host memory, while updates need it elsewhere.
         self._aside: Dict[Tuple[int, str], Tensor] = {}
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+    def layout(self, named: NamedParameters, ages: Mapping[str, float]) -> List[FlatBlock]:
         """Parameters of one group, dtype and device stand together."""
-        blocks = group_alike(self.optimizer, named, lambda parameter: 0)
+        blocks = group_alike(self.optimizer, named, ages, lambda *_: 0)
         first = self.first_group
         return [dataclasses.replace(block, group=first + block.group) for block in blocks]
 
@@ -326,11 +332,12 @@ class MixedOptimizer(CompositeOptimizer):
         self._storage = FlatStorage([])
         self._owners = owners
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+    def layout(self, named: NamedParameters, ages: Mapping[str, float]) -> List[FlatBlock]:
         """Each part divides its parameters."""
         blocks: List[FlatBlock] = []
         for part, groups in zip(self.parts, self._groups):
-            blocks += part.layout([(n, p) for n, p in named if self._owners[id(p)] in groups])
+            named_here = [(n, p) for n, p in named if self._owners[id(p)] in groups]
+            blocks += part.layout(named_here, ages)
         return blocks
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
@@ -390,10 +397,7 @@ def make_mixed(
     ruled = [index for index, rule in enumerate(by_rule) if rule is not None]
     if ruled:
         parts.append((rules, ruled, slice(None)))
-    start = 0
-    for member in members:
-        groups = range(start, start + len(member.param_groups))
-        start = groups.stop
+    for member, groups in zip(members, groups_of_members(optimizer).values()):
         if by_rule[groups.start] is None:
             traced = TracedOptimizer(member, plain, memory, compiler, groups.start, waiting)
             parts.append((traced, groups, slice(groups.start, groups.stop)))

@@ -16,7 +16,7 @@ from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, parts_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
-from ipufit.optim.several import members_of
+from ipufit.optim.several import groups_of_members
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, large_apart
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import on_host, refuse_complex, refuse_shared_memory
@@ -336,9 +336,8 @@ class TrainingState:
         self.updates = spec.first_update
         self.storage = placement.storage
         self.averages: Optional[MovingAverages] = None
-        counts = [len(each.param_groups) for each in members_of(spec.optimizer).values()]
         # Of each of the optimizers that it is made of.
-        self._first_groups = [sum(counts[:number]) for number in range(len(counts))]
+        self._first_groups = [each.start for each in groups_of_members(spec.optimizer).values()]
         has_modes = hasattr(spec.optimizer, "train") and hasattr(spec.optimizer, "eval")
         self.mode = OptimizerMode(spec.optimizer) if has_modes else None
         self._parts: List[List[str]] = []
@@ -356,15 +355,19 @@ class TrainingState:
 
     def lay_out(self, names: Sequence[str]) -> List[FlatBlock]:
         """Divide these parameters into blocks that are updated alike, and in the same turns."""
+        blocks = self.storage.blocks if self.with_gradient else []
+        # Those that are bound stay together: of several ages, all have had an update some day.
+        ages = {slot.name: block.updates for block in blocks for slot in block.slots}
         layout = self.updater.layout
         if self._parts:
             chosen, divided = set(names), {name for part in self._parts for name in part}
             parts = [[name for name in part if name in chosen] for part in self._parts]
             parts.append([name for name in names if name not in divided])
-            return [b for part in parts for b in layout([(n, self.parameters[n]) for n in part])]
+            by_part = [[(name, self.parameters[name]) for name in part] for part in parts]
+            return [block for part in by_part for block in layout(part, ages)]
         named = [(name, self.parameters[name]) for name in names]
         divide = buckets_of if self.spec.processes.is_distributed else large_apart
-        return [block for part in divide(named) for block in layout(part)]
+        return [block for part in divide(named) for block in layout(part, ages)]
 
     def lay_out_gradients(self, turn: TurnState, names: Sequence[str]) -> Sequence[FlatBlock]:
         """Divide these parameters into blocks for the gradients of a module that runs eagerly.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Sized, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Sized, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptim
 from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.losses import Loss, Turn
+from ipufit.optim.several import NamedParameters
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 
@@ -197,9 +198,9 @@ class TurnOptimizer(CompositeOptimizer):
         self._whole = make(self._waiting)
         self.memory = self._whole.memory
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+    def layout(self, named: NamedParameters, ages: Mapping[str, float]) -> List[FlatBlock]:
         """Divide parameters of one part into blocks that are updated alike."""
-        return self._whole.layout(named)
+        return self._whole.layout(named, ages)
 
     def divide(self, sizes: Sequence[int]) -> None:
         """Learn how many blocks each part has."""

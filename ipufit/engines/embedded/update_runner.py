@@ -385,7 +385,7 @@ class UpdateRunner(UpdateWay):
                 refuse_gradients(state, gradients)
             return False
         used_gradients = list(gradients)
-        if not (self._spec.config.clip or self._spec.config.group_clips):
+        if not (self._spec.config.clip or self._spec.config.optimizer_clips):
             # The weights' dtype may hold less than the sum; bounded gradients fit.
             used_gradients = [g.to(flat.dtype) for g, flat in zip(gradients, state.storage.flats)]
         if state.placement.weights is not None:

@@ -24,7 +24,7 @@ from ipufit.optim.several import kinds_by_group, refuse_step_hooks
 from ipufit.optim.state import make_step_counter
 from ipufit.processes import Processes
 from ipufit.processes.group import all_gather_parts, gather_parts, part_of
-from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, Slot, flatten_like, group_alike
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, Slot, flatten_like
 
 
 def cuts_of(block: FlatBlock, count: int, between_parameters: bool) -> List[int]:
@@ -249,7 +249,7 @@ def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
             f"{name} needs an optimizer that ipufit implements itself, but got {own_steps[0]}, "
             f"whose step works on whole parameters. Use {list_rule_names()}, or leave {name} out."
         )
-    if config.group_clips:
+    if config.optimizer_clips:
         raise ConfigurationError(
             f"{name} clips all gradients together, but got a separate clip for each optimizer. "
             "Pass one ipufit.Clip, or leave one of them out."
@@ -311,20 +311,10 @@ class ShardedOptimizer(RuleOptimizer):
         self._whole = FlatStorage([])
         self.cuts: List[List[int]] = []
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
-        """Parameters of one group, dtype, device and age stand together."""
-        names = {id(parameter): name for name, parameter in named}
-        live = {slot.name: block.updates for block in self._whole.blocks for slot in block.slots}
-
-        def updates(parameter: nn.Parameter) -> float:
-            name = names[id(parameter)]
-            if name in live:
-                return live[name]
-            if self._optimizer.state.get(parameter):
-                return self._steps(parameter)
-            return self._parts.updates(name)
-
-        return group_alike(self._optimizer, named, updates)
+    def _steps(self, name: str, parameter: nn.Parameter) -> float:
+        if self._optimizer.state.get(parameter):
+            return super()._steps(name, parameter)
+        return self._parts.updates(name)
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over this process's part of the state, of which torch's optimizer keeps nothing."""

@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
-from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.ipu.executable import Host, Result, Trained, anchors_of, unwrapped
 from ipufit.engines.ipu.inference import ONE_SHAPE, IpuContext
 from ipufit.engines.ipu.options import place_of_profile, seed_of
@@ -163,7 +162,6 @@ class PoptorchTrainingProgram(Program):
         return program
 
     def _prepared_main(self) -> Trained:
-        refuse_frozen(self._host.trained, self._host.parameters)
         if self._frozen is not None and unwrapped(fingerprint(self._host.whole)[0]) != self._frozen:
             self._drop()
         if self._size in self._programs.sizes:

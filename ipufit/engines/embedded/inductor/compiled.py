@@ -385,7 +385,7 @@ class CompiledMicroBatches(CompiledPart):
 
     def _subject(self) -> str:
         spec = self._live.spec
-        if spec.config.group_clips:
+        if spec.config.optimizer_clips:
             return "As optimizers have their own gradient clipping, micro-batches alone"
         if isinstance(self._live.updater, RuleOptimizer):
             return "Where an update is smaller or mixes shapes, its micro-batches"

@@ -26,11 +26,11 @@ from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import CarriedState, StatePlacement, TrainingState
 from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, moves_of, turn_states
 from ipufit.engines.embedded.update_runner import UpdateRunner
-from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import ExecutionResult, Form, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError, OptimizerError
 from ipufit.optim.resolve import sparse_parameters
 from ipufit.optim.rules import rules_by_group
+from ipufit.optim.several import groups_of_members
 from ipufit.tracing.fingerprint import FrozenValues
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.utils.console import warn_user
@@ -209,8 +209,6 @@ class TrainingProgram(BaseProgram):
         if state.with_gradient:
             if state.placement.must_take_over():
                 self._let_go()
-            if state.with_gradient:
-                refuse_frozen(state.trained, state.parameters)
             if not self._spec.run_eagerly:
                 self._by_form = {}
         prepared = super().prepare(example)
@@ -526,7 +524,9 @@ def _choose_placement(
         return kind(spec, step, carried, memory, device)
     assert spec.optimizer is not None
     assert spec.loss is not None
-    finish = GradientTransform(config.clip, config.accumulation_dtype, config.group_clips)
+    groups = groups_of_members(spec.optimizer)
+    group_clips = tuple((groups[name], clip) for name, clip in config.optimizer_clips)
+    finish = GradientTransform(config.clip, config.accumulation_dtype, group_clips)
     make = functools.partial(_make_updater, spec, carried, memory, tabled)
     updater = make(finish)
     if spec.loss.turns:
