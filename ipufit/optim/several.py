@@ -103,6 +103,9 @@ class MultiOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Dict[str, object]) -> None:
         """Refuse a group, which must belong to one of the optimizers.
 
+        Args:
+            param_group: for all of them.
+
         Raises:
             OptimizerError: always.
         """

@@ -239,6 +239,13 @@ class Halves(Callback):
             own["exp_avg"].mul_(0.5)
 
 
+class Freezes(Callback):
+    """Leaves the first parameter out of the second epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        next(self.model.module.parameters()).requires_grad_(epoch != 0)
+
+
 class Looks(Callback):
     """Gathers in the middle of everything, and remembers what it saw."""
 
@@ -260,6 +267,11 @@ def callbacks():
     for model in models:
         fit(model, epochs=3, callbacks=[Halves()])
     same(*models, "halved")
+    for optimizer in ("adam", (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
+        models = [compiled(shards, optimizer) for shards in (True, False)]
+        for model in models:
+            fit(model, epochs=4, callbacks=[Freezes()])
+        same(*models, "frozen")
     looks, plain = Looks(), compiled(True)
     fit(plain, epochs=3)
     model = compiled(True)

@@ -29,15 +29,15 @@ def run(folder, count, *parts):
 
 
 REFUSED = """\
-ConfigurationError: shard='optimizer' needs an optimizer that ipufit has as a program of its \
-own, but got Adagrad, whose own step works on whole parameters. Use sgd, adam, adamw, rmsprop or \
-lamb, or leave shard='optimizer' out.
-ConfigurationError: shard='optimizer' needs a program that meets the other processes within an \
-update, but got jit='inductor', which has whole updates as one. Use jit='auto', or leave \
+ConfigurationError: shard='optimizer' needs an optimizer that ipufit implements itself, but got \
+Adagrad, whose step works on whole parameters. Use sgd, adam, adamw, rmsprop or lamb, or leave \
 shard='optimizer' out.
+ConfigurationError: shard='optimizer' communicates with the other processes within an update, \
+but got jit='inductor', which compiles whole updates. Use jit='auto', or leave shard='optimizer' \
+out.
 ProcessError: all processes of a run must have the same state of the optimizer, but process 0 has \
 'changed' and process 1 has 'as it was'. Start all of them with the same program, arguments and \
-seed, and give each the whole data, as each takes its share itself.
+seed, and pass the whole data to each; each takes its own share.
 """
 WITHIN = """\
 ConfigurationError: with shard='optimizer' the optimizer's state must be changed in all \
