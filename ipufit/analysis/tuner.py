@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
@@ -32,7 +31,7 @@ from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.devices import clear_cache, is_out_of_memory
-from ipufit.utils.error_collector import ErrorCollector, at_least, is_number
+from ipufit.utils.error_collector import ErrorCollector, at_least, is_finite
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import fork_rng, preserve_state, train_mode
@@ -190,7 +189,7 @@ def _check_range(min_lr: float, max_lr: float, updates: int) -> None:
         ConfigurationError: rates that are not positive and growing, or too few updates.
     """
     for name, value in (("min_lr", min_lr), ("max_lr", max_lr)):
-        if not is_number(value) or not math.isfinite(value) or value <= 0:
+        if not is_finite(value) or value <= 0:
             raise ConfigurationError(f"{name} must be a positive number, got {value!r}.")
     if min_lr >= max_lr:
         raise ConfigurationError(

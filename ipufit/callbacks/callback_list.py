@@ -22,6 +22,7 @@ from ipufit.losses import Loss
 from ipufit.partition.partition import Partition
 from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes
+from ipufit.utils.error_collector import at_least_or_none
 from ipufit.utils.interrupts import call_each
 
 if TYPE_CHECKING:
@@ -393,13 +394,9 @@ def _check_hooks(callback: Callback) -> None:
 
 
 def _check_every_updates(callback: Callback) -> None:
-    every = callback.every_updates
-    if every is None or (isinstance(every, int) and not isinstance(every, bool) and every >= 1):
-        return
-    raise ConfigurationError(
-        f"every_updates of {type(callback).__name__} must be None or an integer of at least 1, got "
-        f"{every!r}. It counts weight updates from the start of fit."
-    )
+    name = f"every_updates of {type(callback).__name__}"
+    advice = "It counts weight updates from the start of fit."
+    at_least_or_none(name, callback.every_updates, 1, advice)
 
 
 def _refusal(came: object, instead: str) -> ConfigurationError:

@@ -7,6 +7,7 @@ import os
 from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError
+from ipufit.utils.error_collector import at_least
 from ipufit.utils.figures import new_figure, save_figure
 
 # Dark and light, solid and dashed, round and square: apart in grey and for any eye.
@@ -94,11 +95,8 @@ def _chosen(
 def _columns(columns: Optional[int], panels: int) -> int:
     if columns is None:
         return 2 if panels == 4 else min(3, panels)
-    if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-        raise ConfigurationError(
-            f"columns must be an integer of at least 1, got {columns!r}. Leave it out to let the "
-            "number of panels decide."
-        )
+    advice = "Leave it out to let the number of panels decide."
+    columns = at_least("columns", columns, 1, advice=advice)
     return min(columns, panels)
 
 

@@ -14,10 +14,11 @@ import operator
 import reprlib
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
 
 from ipufit.errors import PlanError
 from ipufit.utils.console import fold
+from ipufit.utils.error_collector import whole_number
 
 # The arguments in the order in which their faults are told, in the words of who typed them.
 _WORDS = {
@@ -61,7 +62,7 @@ class Checks:
         hint: str = "",
     ) -> int:
         """The value if ``nearest`` leaves it alone, otherwise a fault and the nearest valid one."""
-        whole = _as_int(value)
+        whole = whole_number(value)
         near = _near(value) if whole is None else [whole]
         valid = sorted({choice for n in near for choice in nearest(n)})
         if whole is not None and valid == [whole]:
@@ -108,7 +109,7 @@ class Checks:
 
     def ipus(self, value: object, stages: int, rounding: bool) -> int:
         """Check the total number of IPUs, and say where ``auto_round_ipus=True`` would help."""
-        total = stages if value is None else _as_int(value)
+        total = stages if value is None else whole_number(value)
         # No power of two is a multiple of three: then only rounding up can help.
         stuck = not rounding and stages != round_up(stages)
         rule = "a power of two" + (f" that stages={stages} divides" if stages > 1 else "")
@@ -167,16 +168,6 @@ def _nearest_ipus(stages: int, rounding: bool, total: int) -> List[int]:
 def round_up(count: int) -> int:
     """The power of two that is ``count`` or the next one above it."""
     return 1 << (count - 1).bit_length()
-
-
-def _as_int(value: Any) -> Optional[int]:
-    """The value as an int, or None where it is not a whole number: floats and bools are not."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
-        return None
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        return None
 
 
 def _near(value: object) -> List[int]:

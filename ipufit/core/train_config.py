@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
@@ -20,7 +19,7 @@ from ipufit.core import (
 from ipufit.core.compile_arguments import AUTO, OFF, Backend
 from ipufit.core.objective_arguments import dtype_name
 from ipufit.errors import ConfigurationError
-from ipufit.utils.error_collector import ErrorCollector, one_of
+from ipufit.utils.error_collector import ErrorCollector, at_least_or_none, is_finite, one_of
 
 
 class HyperparameterSchedule(Protocol):
@@ -79,20 +78,6 @@ class HyperparameterSchedule(Protocol):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a stored state, settings included."""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _count_or_none(name: str, value: Any, what: str) -> Optional[int]:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
-        raise ConfigurationError(
-            f"{name} must be a number of {what}, at least 1, or None, got {value!r}."
-        )
-    return int(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +150,7 @@ class Clip:
         names = [name for name in names if getattr(self, name) is not None]
         for name in names:
             value = getattr(self, name)
-            if not _is_number(value) or value <= 0:
+            if not is_finite(value) or value <= 0:
                 raise ConfigurationError(
                     f"Clip.{name} must be a positive number, got {value!r}. Leave it out for no "
                     "clipping."
@@ -203,12 +188,12 @@ class EMA:
     overwrite_frequency: Optional[int] = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.momentum) or not 0 <= self.momentum <= 1:
+        if not is_finite(self.momentum) or not 0 <= self.momentum <= 1:
             raise ConfigurationError(
                 f"EMA.momentum must be between 0 and 1, got {self.momentum!r}. It is the weight "
                 "of the old average, such as 0.99."
             )
-        every = _count_or_none("EMA.overwrite_frequency", self.overwrite_frequency, "updates")
+        every = at_least_or_none("EMA.overwrite_frequency", self.overwrite_frequency, 1)
         object.__setattr__(self, "momentum", float(self.momentum))
         object.__setattr__(self, "overwrite_frequency", every)
 
@@ -232,8 +217,8 @@ class LossScale:
     growth_interval: Optional[int] = 2000
 
     def __post_init__(self) -> None:
-        _count_or_none("LossScale.growth_interval", self.growth_interval, "updates")
-        if not _is_number(self.initial) or self.initial <= 0:
+        at_least_or_none("LossScale.growth_interval", self.growth_interval, 1)
+        if not is_finite(self.initial) or self.initial <= 0:
             raise ConfigurationError(
                 f"LossScale.initial must be a positive number, got {self.initial!r}."
             )
@@ -302,7 +287,7 @@ class Precision:
         with faults.collect():
             scale = self.loss_scale
             is_scale = scale is None or scale == "dynamic" or isinstance(scale, LossScale)
-            if not is_scale and not (_is_number(scale) and scale > 0):  # type: ignore[operator]
+            if not is_scale and not (is_finite(scale) and scale > 0):  # type: ignore[operator]
                 raise ConfigurationError(
                     "Precision.loss_scale must be None, a positive number, 'dynamic' or an "
                     f"ipufit.LossScale, got {scale!r}. Pass 1 for no scaling under mixed_float16."
@@ -366,7 +351,7 @@ class Outputs:
 
     def __post_init__(self) -> None:
         one_of("outputs", self.mode, OutputMode)
-        every = _count_or_none("Outputs.every", self.every, "device iterations")
+        every = at_least_or_none("Outputs.every", self.every, 1)
         if self.mode == "every_n" and every is None:
             raise ConfigurationError(
                 "outputs='every_n' needs the number of device iterations from one returned output "

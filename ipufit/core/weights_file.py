@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 
 from ipufit._version import __version__
 from ipufit.errors import ConfigurationError, brief_error
-from ipufit.utils.error_collector import ErrorCollector
+from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.files import replace_file, sync_folder, write_tensors
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -171,8 +171,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
     Raises:
         ConfigurationError: the file can't be read, or does not fit; lists all differences.
     """
-    if not isinstance(strict, bool):
-        raise ConfigurationError(f"strict must be True or False, got {strict!r}.")
+    one_of("strict", strict, (True, False))
     stored = _read(path)
     module_state: Dict[str, object] = module.state_dict()
     fitting = {name: value for name, value in stored.items() if name in module_state}

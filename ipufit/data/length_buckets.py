@@ -27,7 +27,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from ipufit.data.padding import Padding, as_plain
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
-from ipufit.utils.error_collector import ErrorCollector, at_least, one_of
+from ipufit.utils.error_collector import ErrorCollector, at_least, at_least_or_none, one_of
 
 _BUCKETS = 8
 
@@ -107,8 +107,8 @@ class LengthBuckets(Sampler[List[int]]):
         with faults.collect():
             _refuse_rivals(boundaries, max_recordings, multiple_of)
         with faults.collect():
-            if max_recordings is not None:
-                max_recordings = at_least("max_recordings of LengthBuckets", max_recordings, 1)
+            name = "max_recordings of LengthBuckets"
+            max_recordings = at_least_or_none(name, max_recordings, 1)
         with faults.collect():
             one_of("shuffle of LengthBuckets", shuffle, (True, False))
         faults.raise_all()

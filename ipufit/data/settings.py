@@ -7,7 +7,7 @@ import numbers
 from typing import Any, Collection, List, Optional, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least
+from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least, at_least_or_none
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,8 +54,7 @@ class Loading(SettingsRepr):
                 also = " executions, True or False"
                 at_least("fast_dev_run", self.fast_dev_run, 1, also)
         with faults.collect():
-            if self.prefetch is not None:
-                at_least("prefetch", self.prefetch, 0, " or None")
+            at_least_or_none("prefetch", self.prefetch, 0)
         faults.raise_all()
 
     def _check_rivals(self) -> None:
@@ -100,8 +99,7 @@ class Validation(SettingsRepr):
         faults = ErrorCollector()
         for name in ("steps", "batch_size"):
             with faults.collect():
-                if getattr(self, name) is not None:
-                    at_least(f"{name} of Validation", getattr(self, name), 1, " or None")
+                at_least_or_none(f"{name} of Validation", getattr(self, name), 1)
         with faults.collect():
             if not isinstance(self.freq, Collection) or isinstance(self.freq, (str, bytes)):
                 at_least("freq of Validation", self.freq, 1, " or a collection of epochs")

@@ -19,7 +19,7 @@ from ipufit.core.objective_arguments import describe_tensor, fit_indices
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.metrics.kinds import Metric, TorchMetricAdapter
 from ipufit.metrics.values import IGNORED_CLASS, cosine, same_shape, takes_indices, tensors_of
-from ipufit.utils.error_collector import at_least, one_of
+from ipufit.utils.error_collector import at_least, at_least_or_none, one_of
 
 MetricTask = Literal["binary", "multiclass", "multilabel"]
 MetricAverage = Literal["macro", "micro", "weighted"]
@@ -108,9 +108,8 @@ class Classification(TaskMetric):
         one_of(f"task of {kind}", self.task, (None, MetricTask))
         one_of(f"average of {kind}", self.average, (None, self._averages))
         one_of(f"from_logits of {kind}", self.from_logits, (True, False))
-        if self.num_classes is not None:
-            advice = "Leave it out to take the size of the prediction's dimension 1."
-            at_least(f"num_classes of {kind}", self.num_classes, 2, " or None", advice)
+        advice = "Leave it out to take the size of the prediction's dimension 1."
+        at_least_or_none(f"num_classes of {kind}", self.num_classes, 2, advice)
 
     def _idle(self, task: str) -> Sequence[str]:
         """Name the arguments that mean nothing for a task."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
 from ipufit.partition.partition import STRATEGIES
-from ipufit.utils.error_collector import ErrorCollector, one_of
+from ipufit.utils.error_collector import ErrorCollector, one_of, whole_number
 from ipufit.utils.poptorch_sdk import sdk_kind
 
 
@@ -145,9 +144,10 @@ def count_of(name: str, value: object) -> Optional[int]:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+    count = whole_number(value)
+    if count is None or count < 1:
         raise PartitionError(f"{name} must be a positive whole number or None, got {value!r}.")
-    return operator.index(value)
+    return count
 
 
 POPTORCH_STRATEGIES = {

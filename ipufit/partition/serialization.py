@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
 from ipufit.partition.partition import BLOCK
-from ipufit.utils.error_collector import one_of
+from ipufit.utils.error_collector import at_least, one_of
 from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
 
 MatMulCut = Literal["output_channels", "reducing_dim", "input_channels"]
@@ -133,12 +133,8 @@ def parts_of(layer: str, setting: Any) -> Parts:
                 "or another mode."
             )
         return Parts(sum(counts), counts, mode)
-    if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
-        raise ConfigurationError(
-            f"{layer!r} must be cut into a number of parts of at least 1, or by a list of splits "
-            f"per IPU, got {factor!r}. Pass for example 4, or [2, 2]."
-        )
-    return Parts(factor, None, mode)
+    name, also = f"the number of parts of {layer!r}", " or a list of splits per IPU"
+    return Parts(at_least(name, factor, 1, also, "Pass for example 4, or [2, 2]."), None, mode)
 
 
 def _splits(layer: str, splits: object) -> Tuple[int, ...]:

@@ -20,7 +20,7 @@ from ipufit.planner.divided_module import DividedModule
 from ipufit.planner.partition_plan import PartitionPlan, Planned, fingerprint
 from ipufit.planner.pipeline_schedule import SCHEDULES, PipelineSchedule
 from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
-from ipufit.utils.error_collector import ErrorCollector, one_of
+from ipufit.utils.error_collector import ErrorCollector, at_least_or_none, one_of
 
 # From a micro-batch, the partition whose rules are checked, and the layers from whose outputs
 # recomputation starts.
@@ -156,12 +156,8 @@ def _checked(schedule: PipelineSchedule, memory: Optional[int]) -> Tuple[Pipelin
     with faults.collect():
         one_of("schedule", schedule, PipelineSchedule)
     with faults.collect():
-        whole = isinstance(memory, int) and not isinstance(memory, bool)
-        if memory is not None and not (whole and memory > 0):
-            raise ConfigurationError(
-                f"ipu_memory must be a positive number of bytes or None, got {memory!r}. Leave it "
-                "out for the memory of an IPU."
-            )
+        advice = "It is in bytes. Leave it out for the memory of an IPU."
+        memory = at_least_or_none("ipu_memory", memory, 1, advice)
     faults.raise_all()
     return schedule, IPU_MEMORY if memory is None else memory
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -21,7 +20,7 @@ from ipufit.report.settings import Report, refuse_report, refuse_reports, split_
 from ipufit.training import fit_data
 from ipufit.training.session import JobSpec, Session
 from ipufit.utils.console import VerboseLevel, resolve_verbose
-from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least, at_least_or_none, whole_number
 from ipufit.utils.random_streams import Seeds
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ class InferenceConfig(JobSpec):
         with faults.collect():
             source = get_data_adapter(request.data, mode, session.loss.own_loss(mode))
         with faults.collect():
-            if request.steps is not None:
-                steps = at_least("steps", request.steps, 1, " or None")
+            steps = at_least_or_none("steps", request.steps, 1)
         with faults.collect():
             data = source or DataAdapter([], request.data.role)
             work = (request.ipus, request.device_iterations)
@@ -298,6 +296,7 @@ def checked_seed(seed: object) -> int:
     Raises:
         ConfigurationError: it is none.
     """
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+    number = whole_number(seed)
+    if number is None:
         raise ConfigurationError(f"seed must be an integer or None, got {seed!r}.")
-    return seed if isinstance(seed, Seeds) else operator.index(seed)
+    return seed if isinstance(seed, Seeds) else number

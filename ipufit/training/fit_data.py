@@ -17,7 +17,7 @@ from ipufit.data.settings import Loading, Validation, resolve_loading, resolve_v
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.training.session import Session
-from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least, at_least_or_none
 
 RequestT = TypeVar("RequestT", bound="CallRequest")
 
@@ -141,8 +141,7 @@ class FitData:
         """Apply all limits but those in executions."""
         request, faults, loading = self._request, self._faults, self.loading
         with faults.collect():
-            if request.steps_per_epoch is not None:
-                self._steps = at_least("steps_per_epoch", request.steps_per_epoch, 1, " or None")
+            self._steps = at_least_or_none("steps_per_epoch", request.steps_per_epoch, 1)
         with faults.collect():
             self._refuse_rivals()
             if loading.overfit_batches is not None and request.data.shuffle is True:

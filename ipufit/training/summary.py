@@ -19,7 +19,7 @@ from ipufit.losses.loss import OwnLoss
 from ipufit.training.sanity_check import check_call
 from ipufit.training.session import Session
 from ipufit.utils.console import fold
-from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least_or_none
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def check_options(
         ConfigurationError: naming the option.
     """
     for name, value, least in (("line_length", line_length, _LEAST), ("depth", depth, 1)):
-        if value is not None:
-            at_least(name, value, least, " or None", "Leave it out to show everything.")
+        at_least_or_none(name, value, least, "Leave it out to show everything.")
     if not isinstance(expand_nested, bool):
         raise ConfigurationError(
             f"expand_nested must be True or False, got {expand_nested!r}. Use depth=2 to show two "

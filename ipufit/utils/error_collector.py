@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 import operator
 import os
 import reprlib
@@ -127,6 +128,16 @@ class ErrorCollector:
             raise _CheckedError
 
 
+def whole_number(value: Any) -> Optional[int]:
+    """Return a whole number as an int; None of anything else: floats and bools are none."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return int(operator.index(value))
+    except TypeError:  # an array with several elements has the method, but is no index
+        return None
+
+
 def at_least(name: str, value: Any, least: int, also: str = "", advice: str = "") -> int:
     """Check that an argument is a whole number of at least ``least``, and return it as an int.
 
@@ -140,18 +151,30 @@ def at_least(name: str, value: Any, least: int, also: str = "", advice: str = ""
     Raises:
         ConfigurationError: it is no integer, or a smaller one.
     """
-    # An array with several elements has the method, but is no index.
-    with contextlib.suppress(TypeError):
-        number = operator.index(value)
-        if number >= least and not isinstance(value, bool):
-            return number
+    number = whole_number(value)
+    if number is not None and number >= least:
+        return number
     text = f"{name} must be an integer of at least {least}{also}, got {reprlib.repr(value)}. "
     raise ConfigurationError((text + advice).rstrip())
+
+
+def at_least_or_none(name: str, value: object, least: int, advice: str = "") -> Optional[int]:
+    """Check that an argument is None, or what :func:`at_least` takes, and return it.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    return None if value is None else at_least(name, value, least, " or None", advice)
 
 
 def is_number(value: object) -> bool:
     """Tell whether a value is a number of Python's, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Tell whether a value is such a number, and finite."""
+    return is_number(value) and math.isfinite(value)
 
 
 def one_of(name: str, value: T, choices: object, advice: str = "") -> T:

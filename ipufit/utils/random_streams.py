@@ -20,7 +20,6 @@ import copy
 import functools
 import hashlib
 import importlib.util
-import operator
 import random
 import sys
 import threading
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from ipufit.errors import ConfigurationError
 from ipufit.utils.devices import HOST, devices_in_use, generator_of, is_keyed
+from ipufit.utils.error_collector import whole_number
 from ipufit.utils.random_operators import HostDraws
 
 # torch has one generator and one recorder in a process: threads take turns.
@@ -186,11 +186,12 @@ def seed_everything(seed: Optional[int] = None) -> int:
     """
     if seed is None:
         seed = random.SystemRandom().randrange(_LIMIT)
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+    number = whole_number(seed)
+    if number is None:
         raise ConfigurationError(
             f"seed_everything needs an integer or None, got {seed!r}. Pass for example 0."
         )
-    seed = operator.index(seed)
+    seed = number
     if not 0 <= seed < _LIMIT:
         raise ConfigurationError(
             f"seed_everything needs a seed from 0 to {_LIMIT - 1}, the range of NumPy, got {seed}. "

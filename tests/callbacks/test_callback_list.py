@@ -116,8 +116,8 @@ def test_every_updates_must_be_a_count(value):
     told = Told()
     told.every_updates = value
     assert message(fit, compiled(), callbacks=[told]) == (
-        "every_updates of Told must be None or an integer of at least 1, got "
-        f"{value!r}. It counts weight updates from the start of fit."
+        f"every_updates of Told must be an integer of at least 1 or None, got {value!r}. It "
+        "counts weight updates from the start of fit."
     )
 
 

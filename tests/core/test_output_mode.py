@@ -234,7 +234,7 @@ def test_the_wanted_micro_batches_are_those_of_the_definition(count):
         ),
         (
             lambda: {"outputs": ipufit.Outputs("every_n", 0)},
-            "Outputs.every must be a number of device iterations, at least 1, or None, got 0.",
+            "Outputs.every must be an integer of at least 1 or None, got 0.",
         ),
         (
             lambda: {"outputs": "sum", "metrics": ["accuracy"]},

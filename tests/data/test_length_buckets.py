@@ -313,7 +313,7 @@ def refused(kind, *arguments, **options):
         ({"batch_size": 0}, "batch_size of LengthBuckets must be an integer of at least 1, got 0."),
         (
             {"max_recordings": 0},
-            "max_recordings of LengthBuckets must be an integer of at least 1, got 0.",
+            "max_recordings of LengthBuckets must be an integer of at least 1 or None, got 0.",
         ),
         (
             {"multiple_of": 1.5},

@@ -551,7 +551,11 @@ def test_every_way_to_run_has_the_same_bits(optimizer):
         ),
         (
             lambda: ipufit.EMA(overwrite_frequency=0),
-            "EMA.overwrite_frequency must be a number of updates, at least 1, or None, got 0.",
+            "EMA.overwrite_frequency must be an integer of at least 1 or None, got 0.",
+        ),
+        (
+            lambda: ipufit.EMA(overwrite_frequency=torch.tensor(2.5)),
+            "EMA.overwrite_frequency must be an integer of at least 1 or None, got tensor(2.5000).",
         ),
         (
             lambda: ipufit.Precision(accumulation_dtype="int32"),

@@ -547,7 +547,7 @@ def test_a_loss_scale_object_is_checked():
             precision=ipufit.Precision(loss_scale=ipufit.LossScale(growth_interval=0)),
         )
     assert str(caught.value) == (
-        "LossScale.growth_interval must be a number of updates, at least 1, or None, got 0."
+        "LossScale.growth_interval must be an integer of at least 1 or None, got 0."
     )
 
 

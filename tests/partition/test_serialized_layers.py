@@ -426,7 +426,7 @@ def test_factor_must_be_a_count(factor):
     with pytest.raises(ConfigurationError) as caught:
         serialize(language(), {"embed": factor})
     expected = (
-        f"'embed' must be cut into a number of parts of at least 1, or by a list of splits per "
+        f"the number of parts of 'embed' must be an integer of at least 1 or a list of splits per "
         f"IPU, got {factor!r}. Pass for example 4, or [2, 2]."
     )
     if factor is not None:

@@ -56,8 +56,8 @@ def test_a_plan_needs_compile_and_a_batch():
         ),
         (
             {"ipu_memory": 0},
-            "ipu_memory must be a positive number of bytes or None, got 0. Leave it out for the "
-            "memory of an IPU.",
+            "ipu_memory must be an integer of at least 1 or None, got 0. It is in bytes. Leave it "
+            "out for the memory of an IPU.",
         ),
         (
             {"strategy": "sharded", "schedule": "interleaved"},

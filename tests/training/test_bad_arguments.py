@@ -479,7 +479,7 @@ def test_the_repr_of_a_model_says_what_it_is():
         ),
         *(
             ({"seed": value}, f"seed must be an integer or None, got {value!r}.")
-            for value in (1.5, True, "2")
+            for value in (1.5, True, "2", torch.tensor(1.5), torch.ones(2))
         ),
         *(({"verbose": v}, f"{VERBOSE}{v!r}.") for v in (3, -1, 1.0, "yes", None, [1])),
         (

@@ -71,6 +71,10 @@ def test_numpy_may_be_absent(monkeypatch):
     [
         (True, "seed_everything needs an integer or None, got True. Pass for example 0."),
         (1.0, "seed_everything needs an integer or None, got 1.0. Pass for example 0."),
+        (
+            torch.tensor(1.5),
+            "seed_everything needs an integer or None, got tensor(1.5000). Pass for example 0.",
+        ),
         ("0", "seed_everything needs an integer or None, got '0'. Pass for example 0."),
         (
             -1,

@@ -9,7 +9,7 @@ import operator
 from typing import Callable, Dict, Literal, Optional, SupportsIndex, Tuple, Type, Union
 
 from ipufit.errors import ConfigurationError, UnknownNameError
-from ipufit.utils.error_collector import SettingsRepr, at_least, is_number, one_of
+from ipufit.utils.error_collector import SettingsRepr, at_least_or_none, is_finite, one_of
 
 DecayShape = Literal["cosine", "linear", "1-sqrt"]
 CycleShape = Literal["cosine", "linear"]
@@ -38,8 +38,7 @@ class Curve(SettingsRepr, abc.ABC):
         for name, least in _LEAST.items():
             if hasattr(self, name):
                 self._check_number(name, least)
-        if self.total is not None:
-            at_least(f"total of {type(self).__name__}", self.total, 1, " or None")
+        at_least_or_none(f"total of {type(self).__name__}", self.total, 1)
 
     @abc.abstractmethod
     def multiplier(self, update: int, length: int) -> float:
@@ -85,7 +84,7 @@ class Curve(SettingsRepr, abc.ABC):
 
     def _check_number(self, name: str, least: float) -> None:
         value = getattr(self, name)
-        if is_number(value) and math.isfinite(value) and least <= value:
+        if is_finite(value) and least <= value:
             object.__setattr__(self, name, float(value))
             return
         raise ConfigurationError(
@@ -325,7 +324,7 @@ class OneCycle(Curve):
         if self.momentum is None:
             return
         pair = tuple(self.momentum) if isinstance(self.momentum, (tuple, list)) else ()
-        if len(pair) != 2 or not all(is_number(each) and 0 <= each < 1 for each in pair):
+        if len(pair) != 2 or not all(is_finite(each) and 0 <= each < 1 for each in pair):
             raise ConfigurationError(
                 "momentum of OneCycle must be two numbers of at least 0 and less than 1, or None, "
                 f"got {self.momentum!r}. Write for example momentum=(0.85, 0.95)."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import operator
 import os
 import reprlib
-from typing import Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 from ipufit.core import CONFIG_OUTPUT_MODES, ConfigOutputMode
 from ipufit.partition.serialization import side_by_side
+from ipufit.utils.error_collector import whole_number
 
 _TWIN = "inference_"
 
@@ -53,13 +53,8 @@ class Parameter:
 
 
 def _whole(value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise _UnfitError
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise _UnfitError from None
-    if number < least:
+    number = whole_number(value)
+    if number is None or number < least:
         raise _UnfitError
     return number
 
