@@ -75,7 +75,11 @@ def fastest(
     name = recall(key)
     if name is None:
         with torch.no_grad():
-            name = _fastest(make(), measure, first, expected, again)
+            ways = make()
+            seconds = seconds_of([*ways.values()], measure, first, expected, again)
+        best, worth = min(seconds), 1.0 if expected else _WORTH
+        place = seconds.index(best) if best < worth * seconds[0] else 0
+        name = list(ways)[place]
         _keep({_digest(key): name})
     return name
 
@@ -173,25 +177,12 @@ def prefer(found: Mapping[str, str]) -> None:
     _known.update(found)
 
 
-def _fastest(
-    ways: Ways,
+def seconds_of(
+    calls: Sequence[Callable[[], object]],
     measure: Callable[[Callable[[], object]], float],
     first: Sequence[float],
     expected: bool,
     again: bool,
-) -> str:
-    names = list(ways)
-    seconds = seconds_of([ways[name] for name in names], measure, first, expected, again)
-    best, worth = min(seconds), 1.0 if expected else _WORTH
-    return names[seconds.index(best)] if best < worth * seconds[0] else names[0]
-
-
-def seconds_of(
-    calls: Sequence[Callable[[], object]],
-    measure: Callable[[Callable[[], object]], float] = _once,
-    first: Sequence[float] = (),
-    expected: bool = False,
-    again: bool = False,
 ) -> List[float]:
     """The shortest time of a call of each, in seconds, taken in turn.
 

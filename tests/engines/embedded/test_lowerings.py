@@ -532,7 +532,8 @@ def test_first_calls_decide_where_they_are_long_and_clear(
 def test_what_is_faster_in_parts_is_taken_unless_it_is_slower(seconds, expected, choice):
     measured = itertools.cycle([1.0, seconds])
     ways = {"a": int, "b": int}
-    assert timing._fastest(ways, lambda _: next(measured), (), expected, False) == choice
+    key = ("in parts", seconds, expected)
+    assert timing.fastest(key, lambda: ways, lambda _: next(measured), (), expected) == choice
 
 
 @pytest.fixture
