@@ -341,15 +341,7 @@ class Loss:
         weight = None if sample_weight is None else as_weights(sample_weight, LossError)
         hidden = valid if weight is None else rules.hide_padding(weight, valid)
         elements = self._separate(prediction, target, hidden)
-        if elements is None:
-            return None
-        if self.reduction == "sum":
-            total_loss = elements.weighted_sum(hidden, self._where)
-            return rules.LossTerm(total_loss.to(elements.values.dtype))
-        by_weight = weight is not None and self._by_weight
-        value, count = elements.mean(hidden, hidden if by_weight else valid, True, self._where)
-        counted = self.normalize == "tokens" or (by_weight and self.normalize == "samples")
-        return rules.LossTerm(value, count if counted else None)
+        return None if elements is None else self._join(elements, hidden, valid)
 
     def of_micro_batches(self, prediction: object, target: object, count: int) -> Optional[Tensor]:
         """Compute the loss of each of several micro-batches of one size at once.
@@ -418,17 +410,27 @@ class Loss:
         rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         return rules.Elements(result) if rows and result.shape[0] == rows[0] else None
 
-    def _join(self, elements: rules.Elements, weight: Optional[Tensor]) -> rules.LossTerm:
-        """One number of many, and its count."""
+    def _join(
+        self, elements: rules.Elements, weight: Optional[Tensor], valid: Optional[Tensor] = None
+    ) -> rules.LossTerm:
+        """One number of many, and its count.
+
+        Args:
+            elements: all of them.
+            weight: of the samples; where some are padding, ``valid`` or zero there.
+            valid: shape (batch,), 1 for samples that count and 0 for padding; None: all count.
+        """
         if self.reduction == "sum":
             value = elements.weighted_sum(weight, self._where)
             return rules.LossTerm(value.to(elements.values.dtype))
         if weight is None and self.normalize != "tokens":
             # Only a callable's own values come here without any need of a count.
             return rules.LossTerm(elements.values.mean())
-        by_weight = weight is not None and self._by_weight
+        by_weight = weight is not valid and self._by_weight
         counted = self.normalize == "tokens" or by_weight
-        value, size = elements.mean(weight, weight if by_weight else None, counted, self._where)
+        may_be_empty = counted or valid is not None
+        divisor = weight if by_weight else valid
+        value, size = elements.mean(weight, divisor, may_be_empty, self._where)
         with_count = counted and self.normalize != "micro_batches"
         return rules.LossTerm(value, size if with_count else None)
 
