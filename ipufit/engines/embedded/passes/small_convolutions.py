@@ -40,12 +40,16 @@ def convolve_by_products(graph: fx.Graph) -> int:
         sources = [arg for arg in node.args if isinstance(arg, fx.Node)]
         settings = node.args[len(sources) :]
         shapes = [tuple(source.meta["val"].shape) for source in sources]
+        is_backward = node.target is not _aten.convolution.default
         ways: Dict[str, Callable[..., Sequence[Optional[Tensor]]]] = {
             _CONVOLUTION: functools.partial(_results, node.target, settings),
             _ALL: functools.partial(_results, functools.partial(products, False), settings),
-            _SEEING: functools.partial(_results, functools.partial(products, True), settings),
         }
-        key = (str(node.target), shapes, settings)
+        # Of a single position of the kernel, nothing can be left out.
+        if shapes[1 + is_backward][2:] != (1, 1):
+            seeing = functools.partial(products, True)
+            ways[_SEEING] = functools.partial(_results, seeing, settings)
+        key = (str(node.target), shapes, settings, *ways)
         way = fastest(key, functools.partial(_on_random_tensors, ways, shapes))
         if way == _CONVOLUTION:
             continue
@@ -55,7 +59,6 @@ def convolve_by_products(graph: fx.Graph) -> int:
         with graph.inserting_before(node):
             results = graph.graph_copy(recorded[str(key)], dict(zip(inputs, sources)))
         assert isinstance(results, list)
-        is_backward = node.target is not _aten.convolution.default
         for user in list(node.users) if is_backward else [node]:
             user.replace_all_uses_with(results[user.args[1] if is_backward else 0])
             graph.erase_node(user)
