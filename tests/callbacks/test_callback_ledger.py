@@ -14,6 +14,7 @@ from ipufit import callbacks
 from ipufit.callbacks import Callback
 from tests.caching import once_per_engine
 from tests.faulty import assert_same_bits, flat
+from tests.reference import follow
 
 HOOKS = [name for name in vars(Callback) if name.startswith(("on_", "set_")) or name == "close"]
 MAKERS = {
@@ -255,9 +256,6 @@ def test_an_error_beside_a_callback_leaves_the_state_and_surfaces(make, name):
     twin.load_state_dict(first_weights())
     rate = 0.01 if name == "LearningRateScheduler" else 0.1
     optimizer = torch.optim.SGD(twin.parameters(), lr=rate)
-    for x, y in list(loader(25, 0))[:5]:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(twin(x), y).backward()
-        optimizer.step()
+    follow(twin, optimizer, list(loader(25, 0))[:5], nn.functional.mse_loss)
     for value, wanted in zip(model.module.parameters(), twin.parameters()):
         torch.testing.assert_close(value, wanted, rtol=0, atol=1e-12)

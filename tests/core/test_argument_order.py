@@ -15,6 +15,7 @@ from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
 from ipufit.metrics.resolve import resolve_metrics
 from tests.engines import EAGER_OR_NOT
+from tests.reference import follow
 from tests.told import message
 
 # float32 sums of some dozen values in another order.
@@ -136,11 +137,8 @@ def test_fit_trains_on_the_loss_that_was_written(form, run_eagerly):
         torch.optim.SGD(module.parameters(), lr=0.1), FORMS[form], run_eagerly=run_eagerly
     )
     model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x, y in zip(X.split(8), Y.split(8)):
-        optimizer.zero_grad()
-        value(other(x), y).backward()
-        optimizer.step()
+    batches = zip(X.split(8), Y.split(8))
+    follow(other, torch.optim.SGD(other.parameters(), lr=0.1), batches, value)
     for mine, plain_loop in zip(module.parameters(), other.parameters()):
         torch.testing.assert_close(mine, plain_loop, rtol=0, atol=TOLERANCE)
 

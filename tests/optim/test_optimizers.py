@@ -1,6 +1,7 @@
 """Optimizers inside the program equal torch's, number for number."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import ipufit
 from ipufit.optim.optimizers import LAMB
 from tests.engines import EAGER_OR_NOT, has_no_variant, own_step, runs_eagerly
 from tests.nets import MLP, data
-from tests.reference import train
+from tests.reference import follow, train
 
 # 50 updates of 4 samples, and the first 10 of them.
 X, Y = data(200)
@@ -188,19 +189,13 @@ def test_parameters_of_different_age_keep_their_own_count():
     def two_ages(net, second_run):
         old = list(net.layers[0].parameters())
         optimizer = ADAM(old, lr=0.01)
-        by_hand_partly(net, optimizer)
+        follow(net, optimizer, LOADER)
         optimizer.add_param_group({"params": list(net.layers[2].parameters())})
         second_run(net, optimizer)
         return optimizer
 
-    def by_hand_partly(net, optimizer):
-        for x, y in LOADER:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
-
     first = two_ages(net, fit)
-    second = two_ages(other, by_hand_partly)
+    second = two_ages(other, functools.partial(follow, batches=LOADER))
     assert_equal(net, other)
     assert [float(s["step"]) for s in first.state.values()] == [100, 100, 50, 50]
     assert [float(s["step"]) for s in second.state.values()] == [100, 100, 50, 50]
@@ -228,10 +223,7 @@ def test_only_the_parameters_of_the_optimizer_are_trained():
     other = copy.deepcopy(net)
     fit(net, SGD(net.layers[2].parameters(), lr=0.1))
     optimizer = SGD(other.layers[2].parameters(), lr=0.1)
-    for x, y in LOADER:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(other(x), y).backward()
-        optimizer.step()
+    follow(other, optimizer, LOADER)
     assert_equal(net, other)
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ipufit
 from tests.engines import EAGER_OR_NOT, counts_in_a_buffer, embedded_only, strict
 from tests.nets import CNN, MLP, Running, Transformer, data
+from tests.reference import follow
 from tests.told import message
 
 
@@ -400,10 +401,7 @@ def test_a_loss_with_weights_of_its_own_is_trained_too():
     model.compile("sgd", loss)
     model.fit(loader(), verbose=0)
     optimizer = torch.optim.SGD([*other.parameters(), *other_loss.parameters()], lr=0.01)
-    for x, y in loader():
-        optimizer.zero_grad()
-        other_loss(other(x), y).backward()
-        optimizer.step()
+    follow(other, optimizer, loader(), other_loss)
     assert_same(net, other)
     assert_same(loss, other_loss)
     assert loss.log_scale.item() != 0
@@ -719,11 +717,7 @@ def test_lazy_parameters_get_their_shape_with_the_first_batch(eager):
     model.fit(data, epochs=2, seed=0, verbose=0)
     torch.manual_seed(3)
     net = Lazy()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for x, y in data * 2:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
+    follow(net, torch.optim.SGD(net.parameters(), lr=0.1), data * 2)
     for (name, value), wanted in zip(model.module.state_dict().items(), net.state_dict().values()):
         torch.testing.assert_close(value, wanted, rtol=0, atol=1e-12, msg=name)
     rows = model.predict([x for x, _ in data], verbose=0)
@@ -792,11 +786,7 @@ def test_what_is_compiled_already_is_recorded_in_no_way_and_trains_eagerly(make,
         model = ipufit.Model(module)
         model.compile(quick(module.parameters()), "cross_entropy", run_eagerly=True)
         model.fit(loader(), verbose=0, epochs=2)
-        optimizer = quick(by_hand.parameters())
-        for x, y in [*loader(), *loader()]:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(by_hand(x), y).backward()
-            optimizer.step()
+        follow(by_hand, quick(by_hand.parameters()), [*loader(), *loader()])
         for one, other in zip(module.parameters(), by_hand.parameters()):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
