@@ -540,15 +540,12 @@ def test_a_loss_scale_object_is_checked():
     with pytest.raises(ConfigurationError) as caught:
         compiled(MLP(), momentum, precision=ipufit.Precision(loss_scale=ipufit.LossScale(-2.0)))
     assert str(caught.value) == "LossScale.initial must be a positive number, got -2.0."
-    with pytest.raises(ConfigurationError) as caught:
-        compiled(
-            MLP(),
-            momentum,
-            precision=ipufit.Precision(loss_scale=ipufit.LossScale(growth_interval=0)),
+    for interval in (0, torch.tensor(2.5)):
+        with pytest.raises(ConfigurationError) as caught:
+            ipufit.LossScale(growth_interval=interval)
+        assert str(caught.value) == (
+            f"LossScale.growth_interval must be an integer of at least 1 or None, got {interval!r}."
         )
-    assert str(caught.value) == (
-        "LossScale.growth_interval must be an integer of at least 1 or None, got 0."
-    )
 
 
 @pytest.mark.long

@@ -182,6 +182,11 @@ def message(error, **options):
             "ipus_per_replica must be a positive whole number or None, got 0.",
         ),
         (
+            {"parallel": ipufit.Parallel(ipus_per_replica=torch.tensor(2.5))},
+            PartitionError,
+            "ipus_per_replica must be a positive whole number or None, got tensor(2.5000).",
+        ),
+        (
             {"parallel": ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[1, 1]))},
             PartitionError,
             "inference.layers_per_ipu must add up to the number of repeated layers, got 2 and the "
