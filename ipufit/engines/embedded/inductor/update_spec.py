@@ -62,8 +62,6 @@ class SlotSpec:
 
     def weight(self, flat: Tensor) -> Tensor:
         """A view of a flat tensor in the parameter's shape and memory order."""
-        if list(self.order) == sorted(self.order):
-            return flat.view(self.shape)
         wide = flat.view([self.shape[d] for d in self.order])
         return wide.permute([self.order.index(d) for d in range(len(self.order))])
 

@@ -124,6 +124,7 @@ def _round_as_torch(graph: torch.fx.Graph) -> None:
             result = graph.call_function(cast, (wide, value.dtype))
             if name != kind:
                 result = graph.call_function(aten.copy_.default, (node.args[0], result))
+        result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
 

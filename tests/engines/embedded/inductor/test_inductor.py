@@ -448,7 +448,7 @@ def test_half_precision_is_rounded_once_where_torch_does_it(dtype):
         products = [p * c, p / c, p.clone().mul_(c), p.clone().div_(c)]
         sums = [p.add(q, alpha=0.3), p.clone().sub_(q, alpha=0.3), torch.rsub(p, q, alpha=0.3)]
         moved = [p.lerp(q, 0.1), p.clone().lerp_(q, h), p.addcmul(q, p, value=0.3)]
-        return [*products, *sums, *moved, p + 0.0501, p.addcdiv(q, p.abs())]
+        return [*products, *sums, *moved, p * (q + 0.0501), p.addcdiv(q, p.abs())]
 
     inputs = tensor, other, rate, half_rate
     graph = make_fx(update, tracing_mode="fake")(*inputs)
