@@ -363,9 +363,8 @@ class Loss:
         rule = self.rule
         if rule is None or not (prediction.dim() and target.dim()):
             return None
-        if rule.reduction not in ("mean", "sum", "batchmean"):
-            return None
-        if not rule.is_by_rows(prediction, target):
+        is_reduced = rule.reduction in ("mean", "sum", "batchmean")
+        if not is_reduced or not rule.is_by_rows(prediction, target):
             return None
         if isinstance(self.function, named.Named):
             self.function.accept(prediction, target)

@@ -60,14 +60,9 @@ def _stacks_in(
 
 def _are_alike(blocks: Sequence[nn.Module]) -> bool:
     """True if there are several, of one class (of one make-up where the class says nothing)."""
-    makeups = {_makeup(block) for block in blocks}
+    containers = (nn.Sequential, nn.ModuleList)
+    makeups = {(type(b), *map(type, b if isinstance(b, containers) else ())) for b in blocks}
     return len(blocks) > 1 and len(makeups) == 1 and any(list(b.parameters()) for b in blocks)
-
-
-def _makeup(block: nn.Module) -> Tuple[type, ...]:
-    if isinstance(block, (nn.Sequential, nn.ModuleList)):
-        return (type(block), *(type(child) for child in block))
-    return (type(block),)
 
 
 def repeated_layers(

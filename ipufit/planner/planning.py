@@ -123,9 +123,8 @@ def cuts_of(
         spans.append((tail.first, tail.last))
     points: List[_SplitPoint] = []
     for name, where in calls.items():
-        if not name or len(where) > 1 or name.startswith(inner) or _is_weight(name):
-            continue
-        if where[0] >= end:
+        is_once = len(where) == 1 and where[0] < end
+        if not name or not is_once or name.startswith(inner) or _is_weight(name):
             continue
         inside = (
             other for other in calls if other.startswith(f"{name}.") and not _is_weight(other)

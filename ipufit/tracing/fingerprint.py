@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import enum
 import functools
 import inspect
 import sys
@@ -42,7 +43,6 @@ class StepModule(nn.Module):
     Attributes:
         net, loss: as given.
         loss_module: the loss where it is a module.
-        called: objects that the loss calls, which have attributes and are no modules.
         functions: what the loss calls that is no module.
     """
 
@@ -52,7 +52,6 @@ class StepModule(nn.Module):
         self.loss_module = loss.module if loss is not None else None
         self.loss = loss
         self.functions = () if loss is None else loss.functions
-        self.called = tuple(owner for each in self.functions for owner in _owners(each))
 
     def tensors(self) -> Dict[str, Tensor]:
         """Parameters and buffers by name."""
@@ -63,11 +62,8 @@ class StepModule(nn.Module):
 
         Those of a TorchScript module are not Python's.
         """
-        owners: List[object] = []
-        for part in self.modules():
-            if part is not self and not isinstance(part, torch.jit.ScriptModule):
-                owners.append(part)
-        return (*owners, *self.called)
+        parts = [each for each in self.modules() if not isinstance(each, torch.jit.ScriptModule)]
+        return (*parts[1:], *filter(_has_settings, map(_owner, self.functions)))
 
     @contextlib.contextmanager
     def preserve_attributes(self, notes_writes: bool = False) -> Iterator[List[str]]:
@@ -130,7 +126,7 @@ class CodeReader:
         self.generators: List[Tuple[str, object]] = []
         self.places: List[Place] = []
         self.names: Set[str] = set()
-        self._seen: Set[Tuple[int, Optional[type]]] = {(id(part), None) for part in step.modules()}
+        self._seen: Set[Tuple[object, ...]] = {(id(part), None) for part in step.modules()}
         for kind in dict.fromkeys(map(type, step.modules())):
             for base in kind.__mro__:
                 for entry in _ENTRIES:
@@ -138,8 +134,12 @@ class CodeReader:
         for part in step.modules():
             self._read(vars(part).get("forward"), f"{type(part).__name__}.forward", type(part))
             for name, value in vars(part).items():
-                if name in self.names:
-                    self._read(value, f"{type(part).__name__}.{name}")
+                is_known = isinstance(value, PLAIN) or (id(value), object) in self._seen
+                if name in self.names and not is_known:
+                    # A configuration is often that of all layers.
+                    self._seen.add((id(value), object))
+                    title = f"{type(part).__name__}.{name}"
+                    self._note(title, value, self.names, _DEPTH_OF_VALUES)
             for hooks in ("_forward_hooks", "_forward_pre_hooks"):
                 for hook in vars(part).get(hooks, {}).values():
                     self._read(hook, f"a hook of {type(part).__name__}")
@@ -160,18 +160,26 @@ class CodeReader:
             follows: whether to search its code, where that is the user's.
         """
         if isinstance(value, functools.partial):
+            self._read(value.func, title, follows=follows)
             for place, argument in (*enumerate(value.args), *value.keywords.items()):
-                self._note(f"argument {place!r} of a partial", argument, set(), 0)
-            return self._read(value.func, title, follows=follows)
-        if isinstance(value, (property, staticmethod, classmethod)):
-            function = value.fget if isinstance(value, property) else value.__func__
-            return self._read(function, title, kind)
+                depth = _DEPTH_OF_VALUES if follows else 0
+                self._note(f"argument {place!r} of a partial", argument, self.names, depth)
+            return None
+        if isinstance(value, _DESCRIPTORS):
+            return self._read(_function_of(value), title, kind)
+        owner, method = value, type(value).__dict__.get("__call__")
+        is_called = isinstance(method, types.FunctionType) and not isinstance(value, nn.Module)
         if isinstance(value, types.MethodType):
+            owner, method, is_called = value.__self__, value.__func__, True
+        if is_called:
             self.values.append((title, value))
-            return self._read(value.__func__, title, type(value.__self__), follows)
-        call = type(value).__dict__.get("__call__")
-        if isinstance(call, types.FunctionType) and not isinstance(value, nn.Module):
-            return self._read(call, title, type(value))
+            kind = type(owner)
+            if follows and _is_of_users(owner if isinstance(owner, type) else kind):
+                names = {getattr(method, "__name__", "")}
+                if (id(owner), *names) not in self._seen:
+                    self._seen.add((id(owner), *names))
+                    self._note(title, owner, names, _DEPTH_OF_VALUES)
+            return self._read(method, title, kind, follows)
         if not inspect.isroutine(value):
             return None
         if follows and isinstance(value, types.FunctionType) and _has_code_of_users(value):
@@ -226,36 +234,30 @@ class CodeReader:
             self._note(name, default, names, _DEPTH_OF_VALUES)
 
     def _note_members(self, kind: type, names: Set[str], makes_objects: bool = False) -> None:
-        """Note what code reads from a class of the user's.
-
-        Methods are called without their names as well; of modules forward, which is always read.
-        """
-        members: Dict[str, type] = {}
-        for base in filter(_is_of_users, reversed(kind.__mro__)):
-            is_operand = users_module(base) and not issubclass(base, nn.Module)
-            for name, member in vars(base).items():
-                is_special = name.startswith("__") or issubclass(base, torch.autograd.Function)
-                is_called = is_operand and is_special and (makes_objects or name != "__init__")
-                if name in names or (is_called and inspect.isroutine(member)):
-                    members[name] = base
-        for name in sorted(members):
-            title, value = f"{kind.__name__}.{name}", vars(members[name])[name]
-            self.places.append((title, members[name], name, value))
+        """Note what code reads from a class of the user's."""
+        for name, base in sorted(_members(kind, names, makes_objects).items()):
+            title, value = f"{kind.__name__}.{name}", vars(base)[name]
+            self.places.append((title, base, name, value))
             self._note(title, value, names, _DEPTH_OF_VALUES, kind=kind)
 
     def _note(
         self, title: str, value: object, names: Set[str], depth: int, kind: Optional[type] = None
     ) -> None:
-        kinds = (*PLAIN, *_CONTAINERS, Tensor, type, nn.Module)
+        """Note a value, and what code in it reads, to some levels of containers and objects."""
+        kinds = (*PLAIN, *_CONTAINERS, Tensor, type, nn.Module, enum.Enum)
         is_value = isinstance(value, kinds) or _is_array(value)
         if is_value and (id(value), None) not in self._seen:
             self.values.append((title, value))
         if generator_state(value) is not None:
             self.generators.append((title, value))
-        elif kind is not None or inspect.isroutine(value) or isinstance(value, functools.partial):
+        elif inspect.isroutine(value) or isinstance(value, (functools.partial, *_DESCRIPTORS)):
             follows = kind is not None or users_module(getattr(value, "func", value))
             self._read(value, title, kind, follows)
-        elif depth and (isinstance(value, type) or not is_value):
+        elif depth and isinstance(value, _CONTAINERS):
+            for item in value.values() if isinstance(value, dict) else value:
+                if not isinstance(item, (*PLAIN, Tensor)):
+                    self._note(title, item, names, depth - 1)
+        elif depth and (isinstance(value, (type, enum.Enum)) or not is_value):
             self._note_object(title, value, names, depth)
 
     def _note_object(self, title: str, value: object, names: Set[str], depth: int) -> None:
@@ -263,15 +265,58 @@ class CodeReader:
         if isinstance(value, type):
             return self._note_members(value, names, makes_objects=True)
         is_of_others = isinstance(value, types.ModuleType) and not _is_of_users(value)
-        for name in sorted(names.intersection(getattr(value, "__dict__", ()))):
-            member = vars(value)[name]
+        attributes = getattr(value, "__dict__", {})
+        read = _names_with_methods(type(value), names)
+        for name in sorted(read.intersection(attributes)):
+            member = attributes[name]
             if not is_of_others:
-                self.places.append((f"{title}.{name}", vars(value), name, member))
+                self.places.append((f"{title}.{name}", attributes, name, member))
             if not is_of_others or inspect.isroutine(member) or inspect.ismodule(member):
-                self._note(f"{title}.{name}", member, names, depth - 1)
+                self._note(f"{title}.{name}", member, read, depth - 1)
+        for name in sorted(read):
+            is_slot = isinstance(getattr(type(value), name, 0), types.MemberDescriptorType)
+            if is_slot and hasattr(value, name):
+                self._note(f"{title}.{name}", getattr(value, name), read, depth - 1)
         return self._note_members(type(value), names)
 
 
+# What stands in a class for the function that it calls.
+_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property)
+
+
+def _function_of(member: object) -> object:
+    """Return the function behind a member of a class."""
+    for name in ("fget", "__func__", "func"):
+        member = getattr(member, name, member)
+    return member
+
+
+def _members(kind: type, names: Set[str], makes_objects: bool) -> Dict[str, type]:
+    """Find what code reads from a class of the user's, and the class that has it, by name.
+
+    Methods are called without their names as well; of modules forward, which is always read.
+    """
+    members: Dict[str, type] = {}
+    for base in filter(_is_of_users, reversed(kind.__mro__)):
+        is_operand = users_module(base) and not issubclass(base, nn.Module)
+        for name, member in vars(base).items():
+            is_special = name.startswith("__") or issubclass(base, torch.autograd.Function)
+            is_called = is_operand and is_special and (makes_objects or name != "__init__")
+            if name in names or (is_called and inspect.isroutine(member)):
+                members[name] = base
+    return members
+
+
+def _names_with_methods(kind: type, names: Set[str]) -> Set[str]:
+    """Add the names in methods that code calls on an object, and in those that these call."""
+    members = _members(kind, names, makes_objects=False)
+    functions = [_function_of(vars(base)[name]) for name, base in members.items()]
+    codes = [f.__code__ for f in functions if isinstance(f, types.FunctionType)]
+    read = names.union(*map(_names, codes))
+    return read if read == names else _names_with_methods(kind, read)
+
+
+@functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> Set[str]:
     """Names and texts in a function's code, and in that of functions within it."""
     names = set(code.co_names)
@@ -322,8 +367,8 @@ _LARGEST_ARRAY = 2**20
 def fingerprint(module: StepModule) -> Tuple[Tuple[Tuple[object, ...], ...], Tuple[object, ...]]:
     """The attributes of a module and all below it, such as a dropout's rate or train mode.
 
-    Hooks on parameters count too, the objects that the loss of a step module calls, and what the
-    code of forward and loss reads from globals, closures and classes.
+    Hooks on parameters count too, and what the code of forward and loss reads from globals,
+    closures, classes and objects.
 
     Numbers and strings count by value, also in containers; an array of NumPy's of up to 1 MiB by
     its content; a tensor that is no buffer by its version; anything else by identity.
@@ -337,11 +382,6 @@ def fingerprint(module: StepModule) -> Tuple[Tuple[Tuple[object, ...], ...], Tup
     for name, part in module.named_modules():
         attributes = {key: value for key, value in vars(part).items() if key not in MEMBERS}
         parts.append((name, type(part), _freeze(attributes, _DEPTH_OF_OBJECTS, referents)))
-    for called in module.called:
-        referents.append(called)
-        # Other objects may be whole experiments, and change always.
-        kinds = (*PLAIN, Tensor, list, tuple, dict)
-        parts.append((id(called), _freeze_attributes(called, kinds, 1, referents)))
     for name, parameter in module.named_parameters():
         hooks = (parameter._backward_hooks or {}).values()
         parts.append((name, type(parameter), tuple(_freeze(hook, 0, referents) for hook in hooks)))
@@ -359,17 +399,11 @@ def _values_read(reader: CodeReader, referents: List[object]) -> Dict[Tuple[str,
     return values
 
 
-def _owners(call: object) -> Iterator[object]:
-    """Yield the object of the user's that a call of a loss reads attributes of, if it is no module.
-
-    They, such as the weight of a penalty, are frozen into a recording like those of a module.
-    """
-    if isinstance(call, functools.partial):
-        yield from _owners(call.func)
-    elif inspect.ismethod(call):
-        yield from _owners(call.__self__)
-    elif _has_settings(call):
-        yield call
+def _owner(call: object) -> object:
+    """Return the object whose attributes a call of a loss reads, such as a weight of a penalty."""
+    while isinstance(call, (functools.partial, types.MethodType)):
+        call = call.func if isinstance(call, functools.partial) else call.__self__
+    return call
 
 
 def _has_settings(value: object) -> bool:
@@ -404,19 +438,9 @@ def _freeze(value: Any, depth: int, referents: List[object]) -> object:
     if isinstance(value, Tensor):
         return (id(value), version_of(value))
     # Of what is called, numbers and strings; the rest of it may be large.
-    settings = _freeze_attributes(value, PLAIN, 0, referents) if _has_settings(value) else ()
-    return (id(value), settings)
-
-
-def _freeze_attributes(
-    owner: object, kinds: Tuple[type, ...], depth: int, referents: List[object]
-) -> Tuple[object, ...]:
-    """Freeze the attributes of an object that are of some kinds."""
-    return tuple(
-        (name, _freeze(value, depth, referents))
-        for name, value in vars(owner).items()
-        if isinstance(value, kinds)
-    )
+    settings = vars(value).items() if _has_settings(value) else ()
+    plain = [(name, type(each), each) for name, each in settings if isinstance(each, PLAIN)]
+    return (id(value), tuple(plain))
 
 
 class FrozenValues:

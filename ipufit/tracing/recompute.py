@@ -76,9 +76,8 @@ class _Segment:
 
     def _depends_on_time(self, node: fx.Node, stored: Set[fx.Node]) -> bool:
         """Tell whether the node would give another value later, or change what others read."""
-        if node.target is operator.getitem and node.args[0] in stored:
-            return True
-        if self._is_fixed(self._memories.of(node), stored):
+        is_part = node.target is operator.getitem and node.args[0] in stored
+        if is_part or self._is_fixed(self._memories.of(node), stored):
             return True
         for memory in self._memories.written_by.get(node, ()):
             if node.target not in NORMS and self._is_fixed(memory, stored):

@@ -29,8 +29,8 @@ from ipufit.utils.interrupts import defer_signals
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device of a module's first parameter; the CPU for a module without one."""
-    first = next(module.parameters(), None)
+    """Device of a module's first parameter, or else buffer; the CPU for a module without them."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return first.device if first is not None else torch.device("cpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import types
@@ -29,6 +30,35 @@ CALLS = []
 
 class Config:
     rate = 1.0
+
+
+class Fixed(enum.Enum):
+    SLOW, MIDDLE, FAST = 0.25, 0.5, 1.0
+
+
+class Slots:
+    __slots__ = ("rate",)
+
+
+class Rate:
+    """Gives its rate by a property, a method, a call, and by methods that call others."""
+
+    def __init__(self):
+        self._rate = 1.0
+        self.again = self.indirectly
+
+    @property
+    def rate(self):
+        return self._rate
+
+    def indirectly(self, calls_itself=False):
+        return self.again() if calls_itself else self.rate
+
+    def __call__(self, prediction, target):
+        return squares(prediction, target) * self.rate
+
+
+MODE, SLOTS, OBJECT = Fixed.FAST, Slots(), Rate()
 
 
 def squares(prediction, target):
@@ -150,6 +180,57 @@ def of_hook():
     return net, squares, of_global()[2]
 
 
+def of_object_of_the_module():
+    class Configured(Net):
+        options = types.SimpleNamespace(rate=1.0)
+
+        def factor(self):
+            return self.options.rate
+
+    return Configured(), squares, lambda value: setattr(Configured.options, "rate", value)
+
+
+def of_function_in_a_container():
+    net = Net()
+    net.how = lambda: REGISTERED["rate"][0]()
+    return net, squares, of_global()[2]
+
+
+def of_functions_of_the_module():
+    class Several(Net):
+        def factor(self):
+            return self.functions[0]()
+
+    net = Several()
+    net.functions = [indirect]
+    return net, squares, of_global()[2]
+
+
+def of_private_attribute():
+    return Net(lambda: OBJECT.rate), squares, lambda value: setattr(OBJECT, "_rate", value)
+
+
+def of_bound_method():
+    return Net(OBJECT.indirectly), squares, of_private_attribute()[2]
+
+
+def of_object_that_is_called():
+    return Net(), OBJECT, of_private_attribute()[2]
+
+
+def of_slots():
+    return Net(lambda: SLOTS.rate), squares, lambda value: setattr(SLOTS, "rate", value)
+
+
+def of_enumeration():
+    def change(value):
+        global MODE
+        MODE = Fixed(value)
+
+    return Net(lambda: MODE.value), squares, change
+
+
+REGISTERED = {"rate": [indirect]}
 PLACES = [
     of_global,
     of_helper,
@@ -164,6 +245,14 @@ PLACES = [
     of_several_losses,
     of_function_in_an_attribute,
     of_hook,
+    of_object_of_the_module,
+    of_function_in_a_container,
+    of_functions_of_the_module,
+    of_private_attribute,
+    of_bound_method,
+    of_object_that_is_called,
+    of_slots,
+    of_enumeration,
 ]
 
 
@@ -199,7 +288,7 @@ def trained(place, run_eagerly=False, engine="auto"):
     return [*history["loss"], model.evaluate(X, y, **options)["loss"]], module
 
 
-@pytest.mark.few("global", "array")
+@pytest.mark.few("global", "array", "private_attribute", "function_in_a_container")
 @pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[3:])
 def test_an_annealed_value_counts_from_the_next_epoch(place):

@@ -386,7 +386,8 @@ class _CheckSuite:
             # What the first call alone does, such as a start from data.
             unlike = differences(*programs[:2])[:1]
             again = {**_by_place(by_run[0]), **again}
-        titles = [*findings.titles_of(again.values()), *(n for n in drawn if n in self._reachable)]
+        changed = dict.fromkeys(change.title for change in again.values())
+        titles = [*changed, *(n for n in drawn if n in self._reachable)]
         self.collector.add(*(findings.differs_at(difference, titles) for difference in unlike))
         for key, change in again.items():
             frames: Sequence[Optional[Frame]] = list(lines.lines.get(key, ())) or [None]

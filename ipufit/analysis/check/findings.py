@@ -283,11 +283,6 @@ def output_at(frame: Frame, how: str) -> Finding:
     return Finding("output", "warning", *frame, text, cure)
 
 
-def titles_of(changes: Iterable[Change]) -> Tuple[str, ...]:
-    """Return the titles of places that have changed, each once."""
-    return tuple(dict.fromkeys(change.title for change in changes))
-
-
 _UNUSED = (
     "never gets a gradient: nothing that the loss depends on uses it",
     "Use it in forward, or remove it; to keep its values on purpose, freeze it with "

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Dict, List, Mapping, Optional
 
-import torch
 from torch import nn
 
 from ipufit.core.batch import Mode
@@ -27,6 +25,7 @@ from ipufit.processes import current
 from ipufit.tracing.capture import may_run_eagerly
 from ipufit.tracing.ipu_only import describe_hints
 from ipufit.utils.devices import check_devices
+from ipufit.utils.state import device_of
 
 _OFFLOADED = "The optimizer's state is in host memory, and on the device only during updates."
 _NOT_OFFLOADED = "offload_optimizer changes nothing, because the module is in host memory itself."
@@ -97,8 +96,7 @@ class EmbeddedEngine(EngineContext):
 
     def computes_on_host(self, module: nn.Module) -> bool:
         """Tell whether programs of the module run on this computer's own cores."""
-        device = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device
-        return device.type == "cpu" and not self.as_device
+        return device_of(module).type == "cpu" and not self.as_device
 
     def can_run_eagerly(self, config: TrainConfig, error: Exception) -> bool:
         """Tell whether the module itself may run where a recording of it ended with this error."""

@@ -128,10 +128,8 @@ class _Lift(Listener):
     def lift(self, tensor: Tensor) -> None:
         """Make a tensor an input unless the body has it."""
         # In a body within this body, what is foreign is so to the inner one.
-        is_foreign = current_tracer() is self._inner
-        if not isinstance(tensor, FakeTensor) or not is_foreign:
-            return
-        if proxy_tensor.has_proxy_slot(tensor, self._inner):
+        is_foreign = isinstance(tensor, FakeTensor) and current_tracer() is self._inner
+        if not is_foreign or proxy_tensor.has_proxy_slot(tensor, self._inner):
             return
         name = f"captured_{len(self.captured)}"
         proxy = self._inner.create_proxy("placeholder", name, (), {})

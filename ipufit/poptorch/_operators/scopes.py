@@ -7,7 +7,6 @@ import functools
 from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar, Union
 
 import torch
-from torch import fx
 
 from ipufit.partition.own_blocks import BLOCK_CLASSES, EnteredBlocks, recordings
 from ipufit.poptorch import enums
@@ -194,11 +193,6 @@ def print(m: object) -> None:
     builtins.print(module_repr(m) if isinstance(m, torch.nn.Module) else m)
 
 
-def _is_convolution(node: fx.Node) -> bool:
-    # A transposed one is another operator on the device.
-    return node.target is torch.ops.aten.convolution.default and not node.args[6]
-
-
 class MultiConv:
     """Combines the convolutions inside into one operator of the device."""
 
@@ -285,7 +279,9 @@ class MultiConv:
         (_, before), trace.multi_conv = trace.multi_conv or (None, 0), None
         if type is not None:
             return
-        count = sum(_is_convolution(node) for node in graph_so_far()[before:])
+        convolution = torch.ops.aten.convolution.default
+        # A transposed one is another operator on the device.
+        count = sum(n.target is convolution and not n.args[6] for n in graph_so_far()[before:])
         if not count:
             raise error(
                 "Unexpected end_multi_conv: there is no convolution in this poptorch.MultiConv. "

@@ -130,11 +130,10 @@ def as_recorded(value: Tensor, strides: Sequence[int]) -> Tensor:
 def _is_of_pictures(node: fx.Node) -> bool:
     if node.target not in _PICTURES:
         return False
+    kinds = ("cpu", torch.float32), ("cpu", torch.int64)
     for place in _PICTURES[node.target]:
         value = value_of(node.args[place])
-        if value is None or value.dim() != 4 or value.device.type != "cpu":
-            return False
-        if value.dtype not in (torch.float32, torch.int64):
+        if value is None or value.dim() != 4 or (value.device.type, value.dtype) not in kinds:
             return False
     if node.target is _aten.convolution.default:
         return node.args[6] is False
