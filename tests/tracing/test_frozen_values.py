@@ -461,6 +461,30 @@ def test_a_setting_of_another_file_counts(run_eagerly):
         del sys.modules[settings.__name__]
 
 
+@pytest.mark.both_engines
+def test_what_forward_makes_counts_after_it_is_gone(engine):
+    """Another object may get the identity of one that is freed, and was taken for it."""
+
+    class Makes(Net):
+        def forward(self, x):
+            global MADE
+            if "MADE" not in globals():
+                MADE = np.full(2**18, 1.0)
+            return super().forward(x) * float(MADE[0])
+
+    globals().pop("MADE", None)
+    model = ipufit.Model(Makes(), engine=engine)
+    model.compile("sgd", squares)
+    once = [model.predict(X, verbose=0) for _ in range(2)][1]
+    gone, others = id(globals().pop("MADE")), []
+    while len(others) < 20 and gone not in map(id, others):
+        others.append(np.full(2**18, 2.0))
+    globals()["MADE"] = others[-1]
+    twice = model.predict(X, verbose=0)
+    torch.testing.assert_close(twice, 2 * once, rtol=1e-12, atol=0)
+    model.fit(X, Y, verbose=0)
+
+
 # ---- functions that a recording has followed -----------------------------------------------------
 
 

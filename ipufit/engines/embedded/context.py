@@ -135,9 +135,8 @@ class EngineContext(Engine):
                 micro.with_gradient, micro.blocks = tuple(bound), layout(bound)
             return self._try_eagerly(micro, arguments, device_of(spec.module))
         refuse_unrecordable(spec.module, example)
-        frozen, held = fingerprint(step)
         key: Tuple[object, ...] = (
-            frozen,
+            fingerprint(step)[0],
             spec.mode,
             spec.want_outputs,
             (config.jit, config.compiler),
@@ -166,7 +165,9 @@ class EngineContext(Engine):
             if graph is not None:
                 for index in Memories(graph.graph).changed:
                     micro.written.update(micro.names[index : index + 1])
-            key = (fingerprint(step)[0], *key[1:])
+            # Recording may fill a cache, or import what forward needs.
+            frozen, held = fingerprint(step)
+            key = (frozen, *key[1:])
             self._traced[key] = TracedStep(run, lowered, micro, random, held, graph)
             if len(self._traced) > max(_KEPT, 4 * config.max_recordings):
                 self._traced.popitem(last=False)

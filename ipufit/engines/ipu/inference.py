@@ -61,9 +61,8 @@ class IpuContext(Engine):
     def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
         """The compiled program for the example's shapes; compiled now if it is new."""
         whole = ModuleWithLoss(spec.module, spec.loss)
-        frozen, referents = fingerprint(whole)
         key: Tuple[object, ...] = (
-            unwrapped(frozen),
+            unwrapped(fingerprint(whole)[0]),
             spec.mode,
             spec.want_outputs,
             size,
@@ -74,7 +73,8 @@ class IpuContext(Engine):
         )
         if key not in self._inference:
             unit = self._compiled(spec, size, example)
-            key = (unwrapped(fingerprint(whole)[0]), *key[1:])
+            frozen, referents = fingerprint(whole)
+            key = (unwrapped(frozen), *key[1:])
             self._inference[key] = (unit, (referents, spec))
             if len(self._inference) > _KEPT:
                 self._inference.popitem(last=False)[1][0].destroy()
