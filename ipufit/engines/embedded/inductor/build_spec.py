@@ -29,6 +29,8 @@ from ipufit.utils.random_operators import draws, hoist_draws
 
 # Operators that torch itself or ipufit brings along, so that another process has them too.
 _LIBRARIES = ("aten", "ipufit", "mkldnn", "prims")
+# Before this torch, kernels for CPUs round only what they store.
+_HALF, _ROUNDS_HALF = (torch.float16, torch.bfloat16), "2.13"
 _CAT, _CLONE = torch.ops.aten.cat.default, torch.ops.aten.clone.default
 
 
@@ -151,6 +153,8 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
                 )
             if value.is_complex():
                 raise UncompilableError("it computes with complex numbers")
+            if value.dtype in _HALF and torch.__version__ < _ROUNDS_HALF:
+                raise UncompilableError("it computes in half precision, which needs torch 2.13")
 
 
 def _order_repetitions(graph: fx.Graph, leaves: Sequence[fx.Node]) -> None:

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ipufit
 from ipufit.engines.embedded import timing
+from ipufit.engines.embedded.inductor import build_spec, requirements, worker
 from ipufit.engines.embedded.inductor import compiled as compiled_module
-from ipufit.engines.embedded.inductor import requirements, worker
 from ipufit.engines.embedded.inductor.compiled import CompiledPart
 from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
 from ipufit.engines.embedded.passes import cpu_kernels, small_convolutions
@@ -28,6 +28,9 @@ from tests.told import refused
 from tests.training.test_shapes import Pooled, close, loop, sequences, weights
 
 pytestmark = pytest.mark.both_engines
+rounds_half = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="before torch 2.13, half precision runs as recorded"
+)
 
 TOLERANCE = 1e-10
 OPTIMIZERS = {
@@ -414,6 +417,7 @@ def test_updates_are_skipped_at_the_same_loss_scales(options, described):
     assert len(described) == 12
 
 
+@rounds_half
 @pytest.mark.parametrize(
     "way",
     [
@@ -434,6 +438,18 @@ def test_half_precision_is_described(way, described):
         nets.append(model.module)
     assert_equal(*nets)
     assert len(described) == 8
+
+
+def test_half_precision_runs_as_recorded_where_torch_does_not_round_it(described, monkeypatch):
+    monkeypatch.setattr(build_spec, "_ROUNDS_HALF", "99")
+    x, y = data(8)
+    model, engine = embedded(MLP().float(), "sgd", jit="inductor", precision="mixed_bfloat16")
+    fit(model, x.float(), y)
+    assert described == []
+    assert reasons(engine) == [
+        "Updates run as recorded, not compiled: it computes in half precision, which needs torch "
+        "2.13."
+    ]
 
 
 # Kernels of older torch round numbers themselves, and nothing is compiled with it.

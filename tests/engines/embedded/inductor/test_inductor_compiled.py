@@ -24,6 +24,7 @@ from tests.engines.embedded.inductor.test_inductor import (
     pictures_by_channels,
     plain_cnn,
     reasons,
+    rounds_half,
     skips_the_same,
     trained_masks,
 )
@@ -145,6 +146,7 @@ def test_compiled_updates_are_skipped_at_the_same_loss_scales(cached):
 
 
 @pytest.mark.long
+@rounds_half
 @pytest.mark.parametrize("half", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("net", ["mlp", "transformer"])
 def test_compiled_half_precision_rounds_where_the_graph_does(net, half, cached):
@@ -179,10 +181,7 @@ def adam(parameters):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13),
-    reason="before torch 2.13, TorchInductor's kernels for CPUs round only what they store",
-)
+@rounds_half
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["sgd"], adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("half", [torch.bfloat16, pytest.param(torch.float16, marks=needs_half)])
 def test_compiled_nets_in_half_precision_have_the_bits_of_the_graph(half, optimizer, cached):
