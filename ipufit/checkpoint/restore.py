@@ -191,8 +191,8 @@ def _restore_module(module: nn.Module, begun: Document, left: Document) -> None:
                 lost.append(f"{attribute!r} of {type(each).__name__}")
     if lost:
         warn_user(
-            f"callbacks had changed {', '.join(lost)}, which a checkpoint does not restore: it has "
-            "numbers and texts only. Let the callback's load_state_dict set it again."
+            f"the run had changed {', '.join(lost)}, which a checkpoint does not restore: it has "
+            "numbers and texts only. Let a callback's load_state_dict set it again."
         )
 
 

@@ -154,6 +154,7 @@ def _run(
         # In all epochs, from the beginning of the first one.
         updates *= len(config.epochs)
         job.program.expect(updates)
+        job.end = job.program.updates + updates
     session.last_plan, session.sample = job.plan, job.first.stripped()
     callbacks = _callbacks(model, session, config, job, progress, validation)
     _describe(model.history, callbacks, session, config, job)

@@ -33,6 +33,7 @@ class Job(Measurement):
         explainer: says why module or loss can't take a micro-batch.
         renewed: returns a program like that one, or itself while it trains what is to be trained.
         outputs: the module's, as tensors without data.
+        end: updates of the model when a fit ends; 0 where nobody knows.
         run: computes one execution: what it gave in all processes, but for the outputs, which are
             those of this one unless the job predicts.
     """
@@ -42,6 +43,7 @@ class Job(Measurement):
     explainer: FailureExplainer
     renewed: Callable[[Program], Program]
     outputs: object = None
+    end: int = 0
     run: Callable[[CombinedBatch], ExecutionResult] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,9 +63,12 @@ class Job(Measurement):
     def prepare(self) -> None:
         """Take over what callbacks have changed in the module or the optimizer."""
         with defer_signals(), self.explainer.explained([self.first]):
-            self.program = self.renewed(self.program)
-            self.__post_init__()
-            self.program.prepare(self.first)
+            program = self.renewed(self.program)
+            if program is not self.program:
+                self.program = program
+                self.__post_init__()
+                program.expect(max(self.end - program.updates, 0))
+            program.prepare(self.first)
 
     def _predict(self, batch: CombinedBatch) -> ExecutionResult:
         """Run one execution; the outputs are those of all processes, in the order of the data."""

@@ -422,11 +422,11 @@ def test_a_list_that_callbacks_had_changed_is_reported(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fit((2, 0))
-    with pytest.warns(UserWarning, match="callbacks had changed") as caught:
+    with pytest.warns(UserWarning, match="the run had changed") as caught:
         fit()
     assert [str(each.message) for each in caught] == [
-        "callbacks had changed 'widths' of Net, which a checkpoint does not restore: it has "
-        "numbers and texts only. Let the callback's load_state_dict set it again."
+        "the run had changed 'widths' of Net, which a checkpoint does not restore: it has "
+        "numbers and texts only. Let a callback's load_state_dict set it again."
     ]
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.errors import CaptureError, ConfigurationError, DataError, OptimizerError
 from tests.engines import (
     EAGER,
@@ -896,6 +897,16 @@ def test_parameters_frozen_or_thawed_in_a_callback_train_as_in_a_loop(change, ea
             model.fit(batches, epochs=3, callbacks=late, verbose=0)
         nets.append(net)
     assert_same(*nets)
+
+
+@embedded_only("an IPU compiles before the first update")
+def test_after_a_change_of_what_is_trained_the_rest_of_the_run_is_expected(monkeypatch):
+    """Or nothing would be compiled in it."""
+    expected = []
+    monkeypatch.setattr(TrainingProgram, "expect", lambda self, updates: expected.append(updates))
+    late = BetweenEpochs(lambda model: freeze(model.module, model.optimizer))
+    compiled(MLP().double()).fit(loader(20), epochs=3, callbacks=late, verbose=0)
+    assert expected == [15, 10]
 
 
 def test_a_parameter_thawed_in_a_callback_without_the_optimizer_is_reported():
