@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Collection, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Collection, Dict, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.grad_step import public_name
-from ipufit.utils.console import warn_user
 
 
 def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -28,47 +27,6 @@ def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 "still uses the original one. Change values in place, or change the module "
                 "between two calls of fit."
             )
-
-
-def trained_parameters(
-    modules: Sequence[nn.Module], optimizer: Optional[torch.optim.Optimizer]
-) -> Tuple[List[List[int]], List[bool]]:
-    """Identities of the parameters of each of the optimizer's groups, and which are trainable.
-
-    Args:
-        modules: that have the parameters.
-        optimizer: torch's, or None.
-    """
-    groups = [] if optimizer is None else optimizer.param_groups
-    identities = [[id(parameter) for parameter in group["params"]] for group in groups]
-    return identities, [p.requires_grad for each in modules for p in each.parameters()]
-
-
-def outside_optimizer(module: nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
-    """Names of a module's trainable parameters that an optimizer has not."""
-    groups, _ = trained_parameters((), optimizer)
-    inside = {identity for group in groups for identity in group}
-    named = module.named_parameters()
-    return [name for name, p in named if p.requires_grad and id(p) not in inside]
-
-
-def warn_of_late(
-    module: nn.Module, optimizer: Optional[torch.optim.Optimizer], left_out: Collection[str]
-) -> None:
-    """Say so if a parameter became trainable after ``compile`` made the optimizer.
-
-    Args:
-        module: the user's.
-        optimizer: that is to train it.
-        left_out: names of what was trainable before, and not in the optimizer either.
-    """
-    late = [name for name in outside_optimizer(module, optimizer) if name not in left_out]
-    if late:
-        warn_user(
-            f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
-            "compile made the optimizer, so fit does not train it. Call compile again or "
-            "model.optimizer.add_param_group to train it.",
-        )
 
 
 def changed_shape(name: str) -> ConfigurationError:

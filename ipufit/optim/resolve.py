@@ -11,6 +11,7 @@ from torch import nn
 from ipufit.errors import OptimizerError, UnknownNameError
 from ipufit.optim.optimizers import LAMB, Muon
 from ipufit.optim.several import MultiOptimizer, by_patterns, members_of
+from ipufit.utils.console import warn_user
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
@@ -101,6 +102,47 @@ def sparse_parameters(optimizer: Optional[torch.optim.Optimizer]) -> Set[int]:
     members = [] if optimizer is None else members_of(optimizer).values()
     sparse = (each for each in members if isinstance(each, torch.optim.SparseAdam))
     return {id(p) for each in sparse for group in each.param_groups for p in group["params"]}
+
+
+def trained_parameters(
+    modules: Sequence[nn.Module], optimizer: Optional[torch.optim.Optimizer]
+) -> Tuple[List[List[int]], List[bool]]:
+    """Identities of the parameters of each of the optimizer's groups, and which are trainable.
+
+    Args:
+        modules: that have the parameters.
+        optimizer: torch's, or None.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    identities = [[id(parameter) for parameter in group["params"]] for group in groups]
+    return identities, [p.requires_grad for each in modules for p in each.parameters()]
+
+
+def outside_optimizer(module: nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
+    """Names of a module's trainable parameters that an optimizer has not."""
+    groups, _ = trained_parameters((), optimizer)
+    inside = {identity for group in groups for identity in group}
+    named = module.named_parameters()
+    return [name for name, p in named if p.requires_grad and id(p) not in inside]
+
+
+def warn_of_late(
+    module: nn.Module, optimizer: Optional[torch.optim.Optimizer], left_out: Sequence[str]
+) -> None:
+    """Say so if a parameter became trainable after ``compile`` made the optimizer.
+
+    Args:
+        module: the user's.
+        optimizer: that is to train it.
+        left_out: names of what was trainable before, and not in the optimizer either.
+    """
+    late = [name for name in outside_optimizer(module, optimizer) if name not in left_out]
+    if late:
+        warn_user(
+            f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
+            "compile made the optimizer, so fit does not train it. Call compile again or "
+            "model.optimizer.add_param_group to train it.",
+        )
 
 
 def class_by_name(name: str) -> Type[torch.optim.Optimizer]:

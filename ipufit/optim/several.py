@@ -109,10 +109,12 @@ class MultiOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerError: always.
         """
-        name = next(iter(self.optimizers))
+        name, params = next(iter(self.optimizers)), param_group.get("params", ())
+        count = len(list(params)) if isinstance(params, collections.abc.Iterable) else 0
         raise OptimizerError(
-            "a parameter group must belong to one of several optimizers, got one for all. Call "
-            f"add_param_group of one of them, such as model.optimizer.optimizers[{name!r}]."
+            f"a parameter group must belong to one of several optimizers, got one of {count} "
+            "parameters for all. Call add_param_group of one of them, such as "
+            f"model.optimizer.optimizers[{name!r}]."
         )
 
     def _switch(self, mode: str) -> None:

@@ -347,17 +347,21 @@ def _like(first: _Work, name: str, layer: nn.Module, twin: Optional[_Work]) -> _
             f"can't be cut in the same way ({first.parts.describe()}). Leave the layer whole, or "
             "untie the two."
         )
-    if twin is not None:
-        what = ""
-        if (twin.parts.count, twin.parts.dim) != (first.parts.count, first.parts.dim):
-            what = " and must be cut in the same way"
-        elif twin.parts.per_ipu not in (None, first.parts.per_ipu):
-            what = ", and each part of it is on one IPU"
-        if what:
-            raise ConfigurationError(
-                f"{first.name!r} and {name!r} share a weight{what}, got {first.parts.describe()} "
-                f"and {twin.parts.describe()}. Name only one: the other follows."
-            )
+    if twin is not None and (twin.parts.count, twin.parts.dim) != (
+        first.parts.count,
+        first.parts.dim,
+    ):
+        raise ConfigurationError(
+            f"{first.name!r} and {name!r} share a weight and must be cut in the same way, got "
+            f"{first.parts.describe()} and {twin.parts.describe()}. Name only one: the other "
+            "follows."
+        )
+    if twin is not None and twin.parts.per_ipu not in (None, first.parts.per_ipu):
+        raise ConfigurationError(
+            f"{first.name!r} and {name!r} share a weight, and each part of it is on one IPU, got "
+            f"{first.parts.describe()} and {twin.parts.describe()}. Name only one: the other "
+            "follows."
+        )
     return _Work(name, layer, first.parts, cuts_weight=True)
 
 

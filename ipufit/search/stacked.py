@@ -444,9 +444,8 @@ def kind_of(model: Model) -> Dict[str, Tuple[object, ...]]:
     forms = {name: (t.shape, t.dtype, t.requires_grad) for name, t in tensors}
     of_loss = [(t.dtype, t.tolist()) for t in _tensors_of(loss)]
     parts: List[Tuple[str, object]] = [
-        # The first attributes are of module and loss together, of which each model has others; an
-        # object that the loss calls goes by its number.
-        *((part[0] if isinstance(part[0], str) else "loss", part) for part in attributes[1:]),
+        # The first attributes are of module and loss together, of which each model has others.
+        *((str(part[0]), part) for part in attributes[1:]),
         *((f"net.{name}", form) for name, form in forms.items()),
         ("loss", repr((dataclasses.replace(loss, module=None), of_loss))),
         ("optimizer", repr((type(optimizer), groups))),

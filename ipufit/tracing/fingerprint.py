@@ -385,7 +385,8 @@ def fingerprint(module: StepModule) -> Tuple[Tuple[Tuple[object, ...], ...], Tup
     for name, parameter in module.named_parameters():
         hooks = (parameter._backward_hooks or {}).values()
         parts.append((name, type(parameter), tuple(_freeze(hook, 0, referents) for hook in hooks)))
-    parts.append(("code", tuple(_values_read(CodeReader(module), referents).items())))
+    values = _values_read(CodeReader(module), referents)
+    parts.append(("values that forward and loss read", tuple(values.items())))
     return tuple(parts), tuple(referents)
 
 

@@ -15,8 +15,8 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.loaders import shuffles
 from ipufit.data.source import DataAdapter
-from ipufit.engines.external_changes import warn_of_late
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
+from ipufit.optim.resolve import warn_of_late
 from ipufit.processes import Processes
 from ipufit.tracing.user_lines import frame_of
 from ipufit.training.arguments import FitConfig, InferenceConfig

@@ -21,12 +21,12 @@ from ipufit.data.casting import Casting
 from ipufit.data.fields import BatchForm
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
-from ipufit.engines.external_changes import outside_optimizer, trained_parameters, warn_of_late
 from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
 from ipufit.losses import Turn
 from ipufit.metrics.metric_set import MetricSet
+from ipufit.optim.resolve import outside_optimizer, trained_parameters, warn_of_late
 from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition

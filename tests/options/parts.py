@@ -455,10 +455,12 @@ of(
 of("optim.Muon.step", orthogonal, closure=(None, lambda: 3.0))
 
 
-def together(closure=None, optimizers=(0.1, 0.2), group=None):
+def together(closure=None, optimizers=(0.1, 0.2), param_group=None):
     chosen = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     members = {str(lr): torch.optim.SGD([p], lr=lr) for p, lr in zip(chosen, optimizers)}
     optimizer = MultiOptimizer(members)
+    if param_group is not None:
+        optimizer.add_param_group(param_group)
     for parameter in chosen:
         parameter.grad = torch.ones(2)
     return optimizer.step(closure), [p.detach() for p in chosen]
@@ -466,6 +468,11 @@ def together(closure=None, optimizers=(0.1, 0.2), group=None):
 
 of("optim.MultiOptimizer", together, optimizers=((0.1, 0.2), (0.1, 0.3)))
 of("optim.MultiOptimizer.step", together, closure=(None, lambda: 3.0))
+of(
+    "optim.MultiOptimizer.add_param_group",
+    together,
+    param_group=({"params": []}, {"params": [nn.Parameter(torch.ones(2))]}),
+)
 
 
 # Steps of one's own

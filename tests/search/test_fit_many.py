@@ -618,7 +618,7 @@ DIFFERENT = {
     "an object as a loss": (
         lambda factor: build(loss=Times(factor)),
         "factor",
-        "no other model has the same loss",
+        "no other model has the same values that forward and loss read",
     ),
 }
 
