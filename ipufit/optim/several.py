@@ -112,8 +112,8 @@ class MultiOptimizer(torch.optim.Optimizer):
         name, params = next(iter(self.optimizers)), param_group.get("params", ())
         count = len(list(params)) if isinstance(params, collections.abc.Iterable) else 0
         raise OptimizerError(
-            f"a parameter group must belong to one of several optimizers, got one of {count} "
-            "parameters for all. Call add_param_group of one of them, such as "
+            "a parameter group must belong to one of several optimizers, got one for all (number "
+            f"of parameters: {count}). Call add_param_group of one of them, such as "
             f"model.optimizer.optimizers[{name!r}]."
         )
 

@@ -188,8 +188,9 @@ def test_a_group_for_all_of_them_is_refused():
     with pytest.raises(OptimizerError) as caught:
         model.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert str(caught.value) == (
-        "a parameter group must belong to one of several optimizers, got one of 1 parameters for "
-        "all. Call add_param_group of one of them, such as model.optimizer.optimizers['encoder']."
+        "a parameter group must belong to one of several optimizers, got one for all (number of "
+        "parameters: 1). Call add_param_group of one of them, such as "
+        "model.optimizer.optimizers['encoder']."
     )
 
 
