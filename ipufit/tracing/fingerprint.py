@@ -234,7 +234,11 @@ class CodeReader:
             self._note(name, default, names, _DEPTH_OF_VALUES)
 
     def _note_members(self, kind: type, names: Set[str], makes_objects: bool = False) -> None:
-        """Note what code reads from a class of the user's."""
+        """Note what code reads from a class of the user's, once: it may hold its own instances."""
+        key = (kind, makes_objects, frozenset(names))
+        if key in self._seen:
+            return
+        self._seen.add(key)
         for name, base in sorted(_members(kind, names, makes_objects).items()):
             title, value = f"{kind.__name__}.{name}", vars(base)[name]
             self.places.append((title, base, name, value))

@@ -647,3 +647,40 @@ def test_a_value_counts_beside_one_that_code_makes():
     before = model.predict(X, verbose=0)
     of_global()[2](0.5)
     torch.testing.assert_close(model.predict(X, verbose=0), before / 2)
+
+
+class Kind(enum.Enum):
+    """Members are instances of their class, in which the code finds them by name."""
+
+    SMALL = "small"
+    LARGE = "large"
+
+    @property
+    def factor(self):
+        return 2.0 if self is Kind.LARGE else 1.0
+
+
+class Unit:
+    """Has an instance of itself in its class."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+Unit.default = Unit(3.0)
+
+
+class ByKind(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * Kind.LARGE.factor * Unit.default.scale
+
+
+def test_classes_that_hold_their_own_instances_are_read_once():
+    net, x = ByKind(4, 3), torch.ones(2, 4)
+    model = ipufit.Model(net)
+    model.compile("sgd", "mse")
+    for scale in (3.0, 5.0):
+        Unit.default.scale = scale
+        with torch.no_grad():
+            expected = nn.functional.linear(x, net.weight, net.bias) * 2 * scale
+        torch.testing.assert_close(model.predict(x, verbose=0), expected)
