@@ -10,10 +10,8 @@ from torch import nn
 
 from ipufit.errors import OptimizerError, UnknownNameError
 from ipufit.optim.optimizers import LAMB, Muon
-from ipufit.optim.several import MultiOptimizer, by_patterns, members_of
+from ipufit.optim.several import MultiOptimizer, NamedParameters, by_patterns, members_of
 from ipufit.utils.console import warn_user
-
-NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
 _ACCEPTED = (
     "a name, a class of torch.optim, an optimizer built from the module's parameters(), a "
@@ -118,11 +116,12 @@ def trained_parameters(
     return identities, [p.requires_grad for each in modules for p in each.parameters()]
 
 
-def outside_optimizer(module: nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> List[str]:
-    """Names of a module's trainable parameters that an optimizer has not."""
+def outside_optimizer(
+    named: NamedParameters, optimizer: Optional[torch.optim.Optimizer]
+) -> List[str]:
+    """Names of the trainable ones among these parameters that an optimizer has not."""
     groups, _ = trained_parameters((), optimizer)
     inside = {identity for group in groups for identity in group}
-    named = module.named_parameters()
     return [name for name, p in named if p.requires_grad and id(p) not in inside]
 
 
@@ -136,7 +135,8 @@ def warn_of_late(
         optimizer: that is to train it.
         left_out: names of what was trainable before, and not in the optimizer either.
     """
-    late = [name for name in outside_optimizer(module, optimizer) if name not in left_out]
+    outside = outside_optimizer([*module.named_parameters()], optimizer)
+    late = [name for name in outside if name not in left_out]
     if late:
         warn_user(
             f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
@@ -295,14 +295,12 @@ def _refuse_left_out(
     optimizer: torch.optim.Optimizer, named: NamedParameters, pattern: str
 ) -> None:
     """Make sure that an optimizer has all parameters that its pattern matches."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in named:
-        if parameter.requires_grad and id(parameter) not in owned:
-            raise OptimizerError(
-                f"each parameter must belong to one optimizer, but {name!r}, which {pattern!r} "
-                f"matches, is not in its {type(optimizer).__name__}. Build that from all of them, "
-                "or pass a factory."
-            )
+    for name in outside_optimizer(named, optimizer):
+        raise OptimizerError(
+            f"each parameter must belong to one optimizer, but {name!r}, which {pattern!r} "
+            f"matches, is not in its {type(optimizer).__name__}. Build that from all of them, "
+            "or pass a factory."
+        )
 
 
 def _muon(named: NamedParameters, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:

@@ -100,7 +100,7 @@ class Session:
         self.fallback = EagerFallback()
         self._modules = [self.module, *([self.loss.module] if self.loss.module is not None else [])]
         self._trained = trained_parameters(self._modules, self._optimizer)
-        self.left_out = outside_optimizer(self.module, self._optimizer)
+        self.left_out = outside_optimizer([*self.module.named_parameters()], self._optimizer)
         self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
 
     @property
