@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ipufit.partition.recomputation import watch_calls
 from ipufit.utils.state import replaced
@@ -148,36 +148,38 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except LookupError:
             return func(*args, **kwargs)
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
-        with proxy_tensor.disable_proxy_modes_tracing():
-            # What fails leaves nothing in the graph.
-            result = self._compute(func, args, kwargs)
-            node = tracer.graph.create_node("call_function", func, inputs, options, name)
-            self._follow(result, node)
+        # What fails leaves nothing in the graph.
+        result, snapshot = self._compute(func, args, kwargs)
+        node = tracer.graph.create_node("call_function", func, inputs, options, name)
+        self._follow(result, snapshot, node)
         return result
 
     def _compute(
         self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> object:
-        """Return what an operator returns, for a call like an earlier one without asking torch.
+    ) -> Tuple[object, object]:
+        """Return what an operator returns, and a snapshot of it, which nobody changes.
 
-        Most calls in a large model are, since its layers are alike. Torch also keeps what they come
-        to, but it takes half the time of a recording to look for that.
+        A call like an earlier one does not ask torch. Most calls in a large model are, since its
+        layers are alike. Torch also keeps what they come to, but it takes half the time of a
+        recording to look for that.
         """
         tensors: List[FakeTensor] = []
-        try:
+        call = None
+        with contextlib.suppress(LookupError):
             forms = _form((*args, *kwargs.values()), tensors)
-        except LookupError:
-            return func(*args, **kwargs)
-        call = (func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs, forms)
-        if call not in self._results:
+            modes = (torch.get_default_dtype(), torch.is_inference_mode_enabled())
+            call = (func, modes, *kwargs, forms)
+        kind, is_view, templates = self._results.get(call, (None, False, []))
+        if templates:
+            pairs = [_fake_like(template, tensors[0], is_view) for template in templates]
+            results, snapshots = zip(*pairs)
+            return (kind(results), kind(snapshots)) if kind in (list, tuple) else pairs[0]
+        with proxy_tensor.disable_proxy_modes_tracing():
             result = func(*args, **kwargs)
+            snapshot = tree_map_only(Tensor, proxy_tensor.snapshot_fake, result)
+        if call is not None and kind is None:
             self._results[call] = (type(result), *_templates(func, result, tensors))
-            return result
-        kind, is_view, templates = self._results[call]
-        if not templates:
-            return func(*args, **kwargs)
-        results = [_fake_like(template, tensors[0], is_view) for template in templates]
-        return kind(results) if kind in (list, tuple) else results[0]
+        return result, snapshot
 
     def _argument(self, value: object) -> fx.node.Argument:
         """Return what stands for an argument in the graph.
@@ -198,20 +200,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return list(map(self._argument, value))
         raise LookupError(value)
 
-    def _follow(self, result: object, node: fx.Node) -> None:
+    def _follow(self, result: object, snapshot: object, node: fx.Node) -> None:
         """Note which node computes a tensor, or each tensor of several results."""
+        node.meta["val"] = snapshot
         if isinstance(result, Tensor):
-            node.meta["val"] = proxy_tensor.snapshot_fake(result)
             slot = proxy_tensor._ProxyTensor(fx.Proxy(node, self._tracer), None)
             proxy_tensor.set_proxy_slot(result, self._tracer, slot)
-        elif isinstance(result, (list, tuple)):
-            values = list(result)
+        elif isinstance(result, (list, tuple)) and isinstance(snapshot, (list, tuple)):
             for place, part in enumerate(result):
                 if isinstance(part, Tensor):
                     item = node.graph.call_function(operator.getitem, (node, place))
-                    self._follow(part, item)
-                    values[place] = item.meta["val"]
-            node.meta["val"] = tuple(values) if isinstance(result, tuple) else values
+                    self._follow(part, snapshot[place], item)
 
 
 def _form(value: object, tensors: List[FakeTensor]) -> object:
@@ -234,15 +233,17 @@ def _form(value: object, tensors: List[FakeTensor]) -> object:
     raise LookupError(value)
 
 
-def _fake_like(tensor: FakeTensor, source: FakeTensor, is_view: bool) -> FakeTensor:
-    """Make another tensor of the same form, with memory of its own or as a view of a source."""
+def _fake_like(
+    tensor: FakeTensor, source: FakeTensor, is_view: bool
+) -> Tuple[FakeTensor, FakeTensor]:
+    """Make another tensor of the same form, of memory of its own or a source's, and a copy."""
     shape, stride, mode = tensor.shape, tensor.stride(), source.fake_mode
     with in_kernel_invocation_manager(mode):
         if is_view:
             fake = torch.as_strided(source, shape, stride, tensor.storage_offset())
         else:
             fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, fake, tensor.fake_device)
+    return FakeTensor(mode, fake, tensor.fake_device), FakeTensor(mode, fake, tensor.fake_device)
 
 
 def _templates(
@@ -261,7 +262,9 @@ def _templates(
     results = result if isinstance(result, (list, tuple)) else [result]
     if not tensors or func.namespace != "aten" or func._schema.is_mutable:
         return False, []
-    is_view, templates = func._schema.arguments[0].alias_info is not None, []
+    # Of one view the schema is silent.
+    is_view = func is torch.ops.aten._unsafe_view.default
+    is_view, templates = is_view or func._schema.arguments[0].alias_info is not None, []
     memories = [tensor.untyped_storage()._cdata for tensor in tensors]
     keys = torch._C._dispatch_key_set
     for each in results:
@@ -271,7 +274,7 @@ def _templates(
             form = _form(each, [])
         except LookupError:
             return is_view, []
-        template, memory = _fake_like(each, tensors[0], is_view), each.untyped_storage()._cdata
+        template, memory = _fake_like(each, tensors[0], is_view)[0], each.untyped_storage()._cdata
         is_elsewhere = memory != memories[0] if is_view else memory in memories
         if is_elsewhere or _form(template, []) != form or keys(template) != keys(each):
             return is_view, []

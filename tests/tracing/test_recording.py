@@ -188,9 +188,9 @@ def direct(monkeypatch):
     names = []
     follow = recording.OpRecorder._follow
 
-    def note(recorder, result, node):
+    def note(recorder, result, kept, node):
         names.append(str(node.target))
-        return follow(recorder, result, node)
+        return follow(recorder, result, kept, node)
 
     monkeypatch.setattr(recording.OpRecorder, "_follow", note)
     return names
