@@ -13,7 +13,7 @@ from ipufit.callbacks.history import improves, required_direction
 from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import WeightsCopy
 from ipufit.errors import NAN_ADVICE, ConfigurationError, NonFiniteLossError
-from ipufit.utils.console import say
+from ipufit.utils.console import say, warn_user
 
 T = TypeVar("T")
 
@@ -203,9 +203,14 @@ class EarlyStopping(Monitor):
                 f"{self.monitor} has not improved"
             )
         if self._snapshot is not None:
-            if self.verbose:
-                say(f"EarlyStopping restores the weights of epoch {(self.best_epoch or 0) + 1}")
-            self._snapshot.restore()
+            best = f"the weights of epoch {(self.best_epoch or 0) + 1}"
+            if not self._snapshot.restore():
+                warn_user(
+                    f"EarlyStopping can't restore {best}: parameters or buffers were replaced, "
+                    "added or removed after it. The module keeps the weights of the last epoch."
+                )
+            elif self.verbose:
+                say(f"EarlyStopping restores {best}")
             self._snapshot = None
 
 

@@ -268,10 +268,18 @@ class WeightsCopy:
         self._copies = [(tensor, value.to(tensor.device)) for (tensor, _), value in pairs]
         self._extra = dict(state["extra"])
 
-    def restore(self) -> None:
-        """Put the values back, in place: a running program works on these very tensors."""
+    def restore(self) -> bool:
+        """Put the values back, in place: a running program works on these very tensors.
+
+        Returns:
+            Whether it was done; not where the module has other parameters or buffers now.
+        """
+        now = [*self._module.parameters(), *self._module.buffers()]
+        if list(map(id, now)) != [id(tensor) for tensor, _ in self._copies]:
+            return False
         with torch.no_grad():
             for tensor, value in self._copies:
                 tensor.copy_(value)
             if self._extra:
                 self._module.load_state_dict(copy.deepcopy(self._extra), strict=False)
+        return True

@@ -23,9 +23,9 @@ def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if now.get(name) is not tensor:
             raise ConfigurationError(
-                f"{public_name(name)!r} was replaced or removed during fit, but the program "
-                "still uses the original one. Change values in place, or change the module "
-                "between two calls of fit."
+                f"{public_name(name)!r} was replaced or removed within an epoch, but the program "
+                "still uses the original one. Change values in place, or replace it in "
+                "on_epoch_begin or on_epoch_end."
             )
 
 

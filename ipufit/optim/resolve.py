@@ -102,25 +102,30 @@ def sparse_parameters(optimizer: Optional[torch.optim.Optimizer]) -> Set[int]:
     return {id(p) for each in sparse for group in each.param_groups for p in group["params"]}
 
 
-def trained_parameters(
+def bound_tensors(
     modules: Sequence[nn.Module], optimizer: Optional[torch.optim.Optimizer]
-) -> Tuple[List[List[int]], List[bool]]:
-    """Identities of the parameters of each of the optimizer's groups, and which are trainable.
+) -> Tuple[List[List[int]], List[Tuple[str, int, bool]]]:
+    """Return what a program that trains is built for, to compare it later.
 
     Args:
-        modules: that have the parameters.
+        modules: the user's, and that of the loss.
         optimizer: torch's, or None.
+
+    Returns:
+        Identities of the parameters of each of the optimizer's groups; name and identity of each
+        parameter and buffer of the modules, and whether it is trainable.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     identities = [[id(parameter) for parameter in group["params"]] for group in groups]
-    return identities, [p.requires_grad for each in modules for p in each.parameters()]
+    named = [(*each.named_parameters(), *each.named_buffers()) for each in modules]
+    return identities, [(name, id(t), t.requires_grad) for each in named for name, t in each]
 
 
 def outside_optimizer(
     named: NamedParameters, optimizer: Optional[torch.optim.Optimizer]
 ) -> List[str]:
     """Names of the trainable ones among these parameters that an optimizer has not."""
-    groups, _ = trained_parameters((), optimizer)
+    groups, _ = bound_tensors((), optimizer)
     inside = {identity for group in groups for identity in group}
     return [name for name, p in named if p.requires_grad and id(p) not in inside]
 

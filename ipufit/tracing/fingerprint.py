@@ -92,6 +92,23 @@ class StepModule(nn.Module):
             changed += snapshot.changed()
             changed += snapshot.restore()
 
+    @torch.no_grad()
+    def refresh_hooks(self) -> None:
+        """Have hooks of torch's, such as pruning's, compute what they set from the present weights.
+
+        A recording does not run them. Recordings know what they set by its identity, which stays.
+        """
+        for part in self.modules():
+            for hook in part._forward_pre_hooks.values():
+                if type(hook).__module__.startswith("torch.nn.utils."):
+                    before = dict(vars(part))
+                    # In training mode, that of spectral_norm also changes its buffers.
+                    part.training = False
+                    hook(part, ())
+                    for name in (name for name, value in before.items() if torch.is_tensor(value)):
+                        before[name].data.copy_(vars(part)[name])
+                    vars(part).update(before)
+
     @contextlib.contextmanager
     def forget_recording(self) -> Iterator[None]:
         """Let no tensor of a recording in the block stay where the user's code can reach it."""
@@ -485,11 +502,12 @@ class FrozenValues:
         if count & (count - 1) and count % self._EVERY:
             return
         now = self._now()
-        for key, (frozen, before) in self._values.items():
-            title = key[0]
-            if key in now and now[key][0] != frozen and title not in self._reported:
+        for (title, owner), (frozen, value) in now.items():
+            # An object's attribute may be new, where its class has one.
+            before = self._values.get((title, owner), self._values.get((title, 0)))
+            if before and before[0] != frozen and title not in self._reported:
                 self._reported.append(title)
-                warn_user(_text(title, before, now[key][1]))
+                warn_user(_text(title, before[1], value))
 
     def _now(self) -> Dict[Tuple[str, int], Tuple[object, object]]:
         reader = CodeReader(self._step)

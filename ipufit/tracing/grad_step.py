@@ -84,11 +84,6 @@ class ReportedScalars:
     counted: bool = False
     rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
 
-    @property
-    def is_loss_alone(self) -> bool:
-        """True where there is no number but the loss."""
-        return not (self.counted or self.rules)
-
     @staticmethod
     def of(term: LossTerm, entries: Entries) -> Tuple[ReportedScalars, Tensor]:
         """Gather the numbers into a tensor: shape (), or (size,) in float64 for several."""
@@ -100,7 +95,7 @@ class ReportedScalars:
             rules[check_log_name(name, rules)] = LogRule(counted=True)
             values.append(part.detach())
         reported = ReportedScalars(term.count is not None, rules)
-        if reported.is_loss_alone:
+        if not (reported.counted or reported.rules):
             return reported, loss
         return reported, torch.stack([v.reshape(()).to(torch.float64) for v in values])
 

@@ -26,7 +26,7 @@ from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
 from ipufit.losses import Turn
 from ipufit.metrics.metric_set import MetricSet
-from ipufit.optim.resolve import outside_optimizer, trained_parameters, warn_of_late
+from ipufit.optim.resolve import bound_tensors, outside_optimizer, warn_of_late
 from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
@@ -99,7 +99,7 @@ class Session:
         self._training: Optional[Program] = None
         self.fallback = EagerFallback()
         self._modules = [self.module, *([self.loss.module] if self.loss.module is not None else [])]
-        self._trained = trained_parameters(self._modules, self._optimizer)
+        self._bound = bound_tensors(self._modules, self._optimizer)
         self.left_out = outside_optimizer([*self.module.named_parameters()], self._optimizer)
         self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
 
@@ -396,14 +396,14 @@ class Session:
         return Job(program, mode, plan, meter, first, *more)
 
     def _renewed(self, build: Callable[[], Program], program: Program) -> Program:
-        """A program that trains what is to be trained now, which may be the present one.
+        """A program for the tensors that are there now, which may be the present one.
 
         Args:
             build: builds one.
             program: the present one; finished if there is another one.
         """
-        trained = trained_parameters(self._modules, self._optimizer)
-        if program is not self._training or trained == self._trained:
+        bound = bound_tensors(self._modules, self._optimizer)
+        if program is not self._training or bound == self._bound:
             return program
         self.finish(program)
         warn_of_late(self.module, self._optimizer, self.left_out)
@@ -463,7 +463,7 @@ class Session:
         program = self.around(program, spec)
         if mode is Mode.TRAIN:
             self._training = program
-            self._trained = trained_parameters(self._modules, self._optimizer)
+            self._bound = bound_tensors(self._modules, self._optimizer)
         return program
 
     def check_engine(self, config: TrainConfig) -> None:

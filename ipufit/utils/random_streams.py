@@ -242,11 +242,6 @@ def hashable(state: object) -> object:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-def same_state(one: object, other: object) -> bool:
-    """Say whether two states of a generator give the same next number."""
-    return bool(hashable(one) == hashable(other))
-
-
 class Generators:
     """Generators of Python's and NumPy's random numbers, and their states at one time.
 
@@ -277,7 +272,7 @@ class Generators:
         return [
             name
             for name, each in self._objects.items()
-            if not same_state(generator_state(each), self._states[name])
+            if hashable(generator_state(each)) != hashable(self._states[name])
         ]
 
     def restore(self) -> None:

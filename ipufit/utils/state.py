@@ -538,6 +538,10 @@ def _in_mode(trains: bool, *modules: Optional[nn.Module]) -> Iterator[None]:
             for root in roots:
                 if not (trains and root.training):
                     (root.train if trains else root.eval)()
+                # What is in train mode keeps its parts as they are, unless its class says how.
+                for part in reversed([part for part in root.modules() if trains and part in new]):
+                    if part.training and not type(part).train.__module__.startswith("torch."):
+                        part.train()
             yield
     finally:
         with _CHANGE:

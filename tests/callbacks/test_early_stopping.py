@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import ipufit
-from ipufit.callbacks import Callback, EarlyStopping
+from ipufit.callbacks import Callback, EarlyStopping, LambdaCallback
 from tests.faulty import Told, assert_same_bits, batches, compiled, fit, flat
 from tests.told import Gives, refused
 
@@ -121,6 +122,24 @@ def test_the_best_weights_are_put_back_after_an_interrupt():
     with pytest.raises(KeyboardInterrupt):
         fit(model, batches(2), epochs=3, callbacks=callbacks)
     assert_same_bits(flat(model.module.state_dict()), keeps.states[0])
+
+
+def test_weights_that_the_module_no_longer_has_are_not_put_back():
+    """What a callback has pruned in between has another mask."""
+    keeps = Keeps()
+    stop = EarlyStopping("v", patience=9, mode="min", restore_best_weights=True)
+    model = compiled()
+    layer = next(part for part in model.module.modules() if isinstance(part, torch.nn.Linear))
+    prunes = LambdaCallback(
+        on_epoch_end=lambda epoch, logs: prune.random_unstructured(layer, "weight", amount=0.5)
+    )
+    with pytest.warns(UserWarning, match="EarlyStopping") as caught:
+        fit(model, batches(2), epochs=2, callbacks=[Gives(v=[1, 2]), stop, prunes, keeps])
+    assert [str(each.message) for each in caught] == [
+        "EarlyStopping can't restore the weights of epoch 1: parameters or buffers were replaced, "
+        "added or removed after it. The module keeps the weights of the last epoch."
+    ]
+    assert_same_bits(flat(model.module.state_dict()), keeps.states[1])
 
 
 @pytest.mark.long("ipu-standin")

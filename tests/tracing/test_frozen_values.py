@@ -363,6 +363,22 @@ def test_an_attribute_that_changes_within_an_epoch_is_said():
     ]
 
 
+def test_an_attribute_that_hides_that_of_its_class_within_an_epoch_is_said():
+    """As a coefficient with a default is set for the first time."""
+
+    class Weighted(nn.Module):
+        weight = 1.0
+
+        def forward(self, prediction, target):
+            return squares(prediction, target) * self.weight
+
+    loss = Weighted()
+    told = fit_and_listen(
+        nn.Linear(2, 1).double(), loss, lambda value: setattr(loss, "weight", value)
+    )
+    assert told == ["Weighted.weight changed from 1.0 to 0.5" + REST]
+
+
 @runs_eagerly
 def test_a_run_without_a_recording_sees_every_change():
     """So nothing has to be said."""

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -409,9 +410,9 @@ def single(net):
     [
         (
             new_parameter,
-            "'layers.2.weight' was replaced or removed during fit, but the program still uses "
-            "the original one. Change values in place, or change the module between two calls "
-            "of fit.",
+            "'layers.2.weight' was replaced or removed within an epoch, but the program still uses "
+            "the original one. Change values in place, or replace it in on_epoch_begin or "
+            "on_epoch_end.",
         ),
         (
             single,
@@ -423,7 +424,7 @@ def single(net):
 def test_a_module_changed_in_a_callback_is_refused(change, text):
     """The rest of the training would be lost."""
     with pytest.raises(ConfigurationError) as caught:
-        compiled(MLP().double()).fit(loader(), epochs=2, callbacks=AtEpochEnd(change), verbose=0)
+        compiled(MLP().double()).fit(loader(), callbacks=AfterEachUpdate(change), verbose=0)
     assert str(caught.value) == text
 
 
@@ -899,6 +900,74 @@ def test_parameters_frozen_or_thawed_in_a_callback_train_as_in_a_loop(change, ea
     assert_same(*nets)
 
 
+class Scaled(MLP):
+    """Scales its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(12))
+
+    def forward(self, x):
+        return super().forward(x.flatten(1) * self.scale)
+
+
+def prune_more(net, optimizer):
+    """A fifth of the weights that a layer has left."""
+    prune.l1_unstructured(net.layers[0], "weight", amount=0.2)
+
+
+def prune_for_good(net, optimizer):
+    """The same, and the parameter has its name again."""
+    prune_more(net, optimizer)
+    prune.remove(net.layers[0], "weight")
+
+
+def new_head(net, optimizer):
+    """A layer that the optimizer is told of."""
+    torch.manual_seed(5)
+    net.layers[2] = nn.Linear(16, 5).double()
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+
+
+def new_scale(net, optimizer):
+    """A buffer."""
+    net.scale = net.scale * 0.9
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+@pytest.mark.parametrize("change", [prune_more, prune_for_good, new_head, new_scale])
+def test_tensors_replaced_between_epochs_or_fits_train_as_in_a_loop(change, eager):
+    """Pruning goes by the weights that the layer has by then, epoch after epoch."""
+    nets, batches = [], loader(20)
+    for way in ("loop", "callback", "fits"):
+        torch.manual_seed(0)
+        net = Scaled().double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model = compiled(net, optimizer=optimizer, run_eagerly=eager)
+
+        class Changes(Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                change(self.model.module, self.model.optimizer)
+
+        if way == "callback":
+            model.fit(batches, epochs=4, callbacks=Changes(), verbose=0)
+        for epoch in range(4) if way != "callback" else ():
+            if way == "fits":
+                model.fit(batches, epochs=range(epoch, epoch + 1), verbose=0)
+            else:
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(net(x), y).backward()
+                    optimizer.step()
+                # Pruning takes the weights that forward has masked.
+                net(x)
+            change(net, optimizer)
+        nets.append(net)
+    assert_same(nets[0], nets[1])
+    assert_same(nets[0], nets[2])
+
+
 @embedded_only("an IPU compiles before the first update")
 def test_after_a_change_of_what_is_trained_the_rest_of_the_run_is_expected(monkeypatch):
     """Or nothing would be compiled in it."""
@@ -920,6 +989,68 @@ def test_a_parameter_thawed_in_a_callback_without_the_optimizer_is_reported():
         "layers.0.bias became trainable after compile made the optimizer, so fit does not train "
         "it. Call compile again or model.optimizer.add_param_group to train it."
     ]
+
+
+class Scaling(nn.Module):
+    """Scales by statistics that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(12), nn.Dropout(0.5)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.drop(self.norm(x))
+
+
+class NormOfItsOwn(nn.Module):
+    """Keeps statistics, and a teacher without dropout, whatever mode it is in."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.teacher, self.head = nn.BatchNorm1d(12), Scaling(), nn.Linear(12, 5)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        self.teacher.drop.eval()
+        return self
+
+    def forward(self, x):
+        x = self.norm(x.flatten(1))
+        return self.head(x + self.teacher(x))
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+@pytest.mark.parametrize("within", [False, True])
+def test_what_a_module_says_of_its_modes_counts_from_the_first_fit(within, eager):
+    """In a loop, train() says it before the first update; a part that a user set stays set."""
+    nets = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        net = NormOfItsOwn().double()
+        whole = nn.Sequential(nn.Flatten(), net, nn.Dropout(0.5)) if within else net
+        if by_hand:
+            whole.train()
+        if within:
+            whole[2].eval()
+        assert net.norm.training != by_hand
+        if by_hand:
+            optimizer = descent(whole.parameters())
+            for x, y in loader():
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(whole(x), y).backward()
+                optimizer.step()
+        else:
+            compiled(whole, run_eagerly=eager).fit(loader(), verbose=0)
+            assert net.norm.training
+        nets.append(net)
+    assert_same(*nets)
 
 
 @pytest.mark.long("ipu-standin")

@@ -539,6 +539,7 @@ class TrainingState:
         """Bring the state in torch's optimizer up to date, where it lies whole."""
         if self.with_gradient:
             self.placement.publish(self.updates)
+            self.step.refresh_hooks()
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, where it lies in parts."""

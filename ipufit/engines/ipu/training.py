@@ -306,6 +306,7 @@ class PoptorchTrainingProgram(Program):
     def publish(self) -> None:
         """Write the optimizer's state where torch keeps it."""
         self._programs.publish()
+        self._host.whole.refresh_hooks()
 
     @alone()
     def read_state(self) -> TrainState:
