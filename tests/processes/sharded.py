@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 
 import ipufit
 from ipufit.callbacks import Callback, LambdaCallback
@@ -246,6 +247,14 @@ class Freezes(Callback):
         next(self.model.module.parameters()).requires_grad_(epoch != 0)
 
 
+class Prunes(Callback):
+    """Replaces a weight by what is left of it, twice."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch < 2:
+            prune.l1_unstructured(self.model.gather_weights()[0], "weight", amount=0.3)
+
+
 class Looks(Callback):
     """Gathers in the middle of everything, and remembers what it saw."""
 
@@ -272,6 +281,10 @@ def callbacks():
         for model in models:
             fit(model, epochs=4, callbacks=[Freezes()])
         same(*models, "frozen")
+    models = [compiled(shards) for shards in (True, False)]
+    for model in models:
+        fit(model, epochs=4, callbacks=[Prunes()])
+    same(*models, "pruned")
     looks, plain = Looks(), compiled(True)
     fit(plain, epochs=3)
     model = compiled(True)

@@ -968,6 +968,24 @@ def test_tensors_replaced_between_epochs_or_fits_train_as_in_a_loop(change, eage
     assert_same(nets[0], nets[2])
 
 
+@embedded_only("averages are the embedded engine's")
+@pytest.mark.parametrize("change", [prune_more, new_head])
+def test_averages_belong_to_the_parameter_and_not_to_its_name(change):
+    """Here no weight moves, so each is its own average."""
+    net = Scaled().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = compiled(net, optimizer=optimizer, ema=ipufit.EMA(0.5))
+    before = []
+
+    def note(model):
+        change(model.module, model.optimizer)
+        before.append(copy.deepcopy(model.module.state_dict()))
+
+    model.fit(loader(), epochs=3, callbacks=BetweenEpochs(note), verbose=0)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[0][name]), name
+
+
 @embedded_only("an IPU compiles before the first update")
 def test_after_a_change_of_what_is_trained_the_rest_of_the_run_is_expected(monkeypatch):
     """Or nothing would be compiled in it."""

@@ -25,7 +25,7 @@ class MovingAverages:
         rule: momentum, and when the weights become the averages.
         blocks: the layout.
         flats: the weights.
-        known: averages of an earlier program, by parameter name.
+        known: averages of an earlier program, by parameter.
 
     Attributes:
         tensors: the averages.
@@ -37,7 +37,7 @@ class MovingAverages:
         rule: EMA,
         blocks: Sequence[FlatBlock],
         flats: Sequence[Tensor],
-        known: Mapping[str, Tensor],
+        known: Mapping[Tensor, Tensor],
     ) -> None:
         self._rule = rule
         self._blocks = list(blocks)
@@ -46,11 +46,11 @@ class MovingAverages:
             flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in flats
         ]
         slots = [(slot, t) for block, t in zip(blocks, self.tensors) for slot in block.slots]
-        # A parameter that was frozen so far starts at its weight.
-        self.fresh = not any(slot.name in known for slot, _ in slots)
+        # A parameter that was frozen so far, or is new, starts at its weight.
+        self.fresh = not any(slot.parameter in known for slot, _ in slots)
         for slot, tensor in slots:
-            if slot.name in known:
-                slot.view(tensor).copy_(known[slot.name])
+            if slot.parameter in known:
+                slot.view(tensor).copy_(known[slot.parameter])
 
     @property
     def swapped(self) -> bool:
@@ -100,12 +100,12 @@ class MovingAverages:
         if not self.fresh:
             self._overwrite(flats)
 
-    def by_name(self) -> Dict[str, Tensor]:
-        """Copies by parameter name; none before the first update."""
+    def by_parameter(self) -> Dict[Tensor, Tensor]:
+        """Copies by parameter; none before the first update."""
         if self.fresh:
             return {}
         return {
-            slot.name: slot.view(tensor).clone()
+            slot.parameter: slot.view(tensor).clone()
             for block, tensor in zip(self._blocks, self.tensors)
             for slot in block.slots
         }

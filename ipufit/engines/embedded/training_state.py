@@ -96,7 +96,7 @@ class CarriedState:
 
     Attributes:
         replicas: buffers of every replica.
-        averages: moving averages of weights, by name.
+        averages: moving averages of weights, by parameter, which callbacks may rename.
         scale: the loss scale; None before a program had one.
         optimizer_graphs: recorded optimizer updates, by all that they depend on.
         state_parts: this process's part of the optimizer's state, where it lies in parts and no
@@ -107,7 +107,7 @@ class CarriedState:
 
     def __init__(self) -> None:
         self.replicas = ReplicaMemory()
-        self.averages: Dict[str, Tensor] = {}
+        self.averages: Dict[Tensor, Tensor] = {}
         self.scale: Optional[ScaleState] = None
         self.optimizer_graphs: Graphs = {}
         self.state_parts: Optional[StateParts] = None
@@ -532,7 +532,7 @@ class TrainingState:
 
     def _keep_averages(self) -> None:
         if self.averages is not None:
-            self._carried.averages.update(self.averages.by_name())
+            self._carried.averages.update(self.averages.by_parameter())
             self.averages = None
 
     def publish(self) -> None:
@@ -567,7 +567,7 @@ class TrainingState:
         )
         self.publish()
         optimizer = self.placement.read_optimizer()
-        averages = self.averages.by_name() if self.averages is not None else {}
+        averages = self.averages.by_parameter() if self.averages is not None else {}
         schedule = self.spec.config.schedule
         return TrainState(
             weights,
@@ -575,7 +575,7 @@ class TrainingState:
             optimizer,
             self.spec.seed,
             self.updates,
-            on_host(averages),
+            on_host({name: averages[p] for name, p in self.parameters.items() if p in averages}),
             dataclasses.astuple(self.scaler.state) if self.scaler is not None else None,
             schedule.state_dict() if schedule is not None else None,
         )
@@ -601,7 +601,8 @@ class TrainingState:
         self.placement.forget()
         names = {public_name(name): name for name in self.parameters}
         self._carried.averages = {
-            names[name]: tensor.to(self.device) for name, tensor in state.averages.items()
+            self.parameters[names[name]]: tensor.to(self.device)
+            for name, tensor in state.averages.items()
         }
         if self.scaler is not None and state.loss_scale is not None:
             self.scaler.state = ScaleState(*state.loss_scale)

@@ -67,6 +67,9 @@ class StateShard:
     tensors: Dict[str, Tensor]
 
 
+ShardByParameter = Mapping[Tensor, StateShard]
+
+
 class StateParts:
     """Knows the parts that no program has, and puts them together.
 
@@ -78,46 +81,47 @@ class StateParts:
     def __init__(self, optimizer: torch.optim.Optimizer, processes: Processes) -> None:
         self.optimizer = optimizer
         self._processes = processes
-        self._parts: Dict[str, StateShard] = {}
+        # By parameter: a callback may have given it another name, or another one its name.
+        self._parts: Dict[Tensor, StateShard] = {}
 
-    def updates(self, name: str) -> float:
-        """The number of updates made to a parameter of this name."""
-        return self._parts[name].updates if name in self._parts else 0.0
+    def updates(self, parameter: Tensor) -> float:
+        """The number of updates made to a parameter."""
+        return self._parts[parameter].updates if parameter in self._parts else 0.0
 
-    def keep(self, parts: Mapping[str, StateShard]) -> None:
+    def keep(self, parts: ShardByParameter) -> None:
         """Copies of them, until a program needs them."""
-        for name, part in parts.items():
+        for parameter, part in parts.items():
             tensors = {key: tensor.clone() for key, tensor in part.tensors.items()}
-            self._parts[name] = dataclasses.replace(part, tensors=tensors)
+            self._parts[parameter] = dataclasses.replace(part, tensors=tensors)
 
-    def forget(self, names: Sequence[str]) -> None:
+    def forget(self, parameters: Sequence[Tensor]) -> None:
         """They are elsewhere now."""
-        for name in names:
-            self._parts.pop(name, None)
+        for parameter in parameters:
+            self._parts.pop(parameter, None)
 
     def forget_all(self) -> None:
         """There is another state, which torch's optimizer has."""
         self._parts.clear()
 
-    def local_state(self, name: str) -> Mapping[str, Tensor]:
+    def local_state(self, parameter: Tensor) -> Mapping[str, Tensor]:
         """The part of a parameter's state that is here, flat, by torch's names."""
-        return self._parts[name].tensors if name in self._parts else {}
+        return self._parts[parameter].tensors if parameter in self._parts else {}
 
-    def align(self, needed: Mapping[str, Tuple[Slot, int, int]]) -> None:
+    def align(self, needed: Mapping[Tensor, Tuple[Slot, int, int]]) -> None:
         """Have of these parameters the parts that are needed; in all processes at the same time.
 
         Args:
-            needed: for each name where the parameter lies now, and its first element and the one
-                after the last.
+            needed: for each parameter where it lies now, and its first element and the one after
+                the last; in the same order in all processes.
         """
-        names = sorted(name for name in needed if name in self._parts)
-        fits = all(_fits(self._parts[name], *needed[name]) for name in names)
+        parameters = [parameter for parameter in needed if parameter in self._parts]
+        fits = all(_fits(self._parts[each], *needed[each]) for each in parameters)
         if all(self._processes.gather(fits)):
             return
-        for name, flats in self._whole(names, self._parts, True, False).items():
-            part, (slot, begin, end) = self._parts[name], needed[name]
+        for parameter, flats in self._whole(parameters, self._parts, True, False).items():
+            part, (slot, begin, end) = self._parts[parameter], needed[parameter]
             whole = {key: _ordered(flat, part.slot, slot) for key, flat in flats.items()}
-            self._parts[name] = dataclasses.replace(
+            self._parts[parameter] = dataclasses.replace(
                 part,
                 slot=slot,
                 begin=begin,
@@ -127,25 +131,25 @@ class StateParts:
 
     def _whole(
         self,
-        names: Sequence[str],
-        parts: Mapping[str, StateShard],
+        parameters: Sequence[Tensor],
+        parts: ShardByParameter,
         everywhere: bool,
         on_host: bool,
-    ) -> Dict[str, Dict[str, Tensor]]:
+    ) -> Dict[Tensor, Dict[str, Tensor]]:
         """Flat tensors of all parts, by parameter; where they are not wanted, none."""
         all_lengths = self._processes.gather(
-            [parts[name].end - parts[name].begin for name in names]
+            [parts[each].end - parts[each].begin for each in parameters]
         )
-        by_name: Dict[str, Dict[str, Tensor]] = {}
-        for name, lengths in zip(names, zip(*all_lengths)):
-            for key, tensor in sorted(parts[name].tensors.items()):
+        flats: Dict[Tensor, Dict[str, Tensor]] = {}
+        for parameter, lengths in zip(parameters, zip(*all_lengths)):
+            for key, tensor in sorted(parts[parameter].tensors.items()):
                 sent = (tensor.cpu() if on_host else tensor).contiguous()
                 whole = gather_parts(self._processes, sent, lengths, everywhere)
                 if whole is not None:
-                    by_name.setdefault(name, {})[key] = whole
-        return by_name
+                    flats.setdefault(parameter, {})[key] = whole
+        return flats
 
-    def gather_state(self, more: Mapping[str, StateShard], everywhere: bool) -> Dict[Tensor, Any]:
+    def gather_state(self, more: ShardByParameter, everywhere: bool) -> Dict[Tensor, Any]:
         """The whole state by parameter, as torch has it; in all processes at the same time.
 
         Args:
@@ -154,18 +158,18 @@ class StateParts:
                 alone, on the host.
         """
         parts = {**self._parts, **more}
-        names = sorted(name for name, part in parts.items() if part.updates)
+        parameters = [parameter for parameter, part in parts.items() if part.updates]
         states: Dict[Tensor, object] = {}
-        flats = self._whole(names, parts, everywhere, not everywhere)
+        flats = self._whole(parameters, parts, everywhere, not everywhere)
         rules, kinds = rules_for(self.optimizer), kinds_by_group(self.optimizer)
-        for name in names if everywhere or self._processes.is_rank_zero else ():
-            part = parts[name]
-            parameter, group = part.slot.parameter, self.optimizer.param_groups[part.group]
+        for parameter in parameters if everywhere or self._processes.is_rank_zero else ():
+            part = parts[parameter]
+            group = self.optimizer.param_groups[part.group]
             state: Dict[str, object] = {
                 key: flat.to(parameter.device if everywhere else "cpu").as_strided(
                     parameter.shape, part.slot.stride
                 )
-                for key, flat in flats.get(name, {}).items()
+                for key, flat in flats.get(parameter, {}).items()
             }
             states[parameter] = state
             rule = rules[part.group]
@@ -175,7 +179,7 @@ class StateParts:
                 state["step"] = make_step_counter(kinds[part.group], part.updates, device)
         return states
 
-    def gather_optimizer(self, more: Mapping[str, StateShard]) -> None:
+    def gather_optimizer(self, more: ShardByParameter) -> None:
         """Give torch's optimizer the whole state; in all processes at the same time.
 
         Args:
@@ -186,7 +190,7 @@ class StateParts:
             if not self.optimizer.state.get(parameter):
                 self.optimizer.state[parameter].update(state)
 
-    def state_dict(self, more: Mapping[str, StateShard]) -> Dict[str, Any]:
+    def state_dict(self, more: ShardByParameter) -> Dict[str, Any]:
         """The optimizer's, of copies; whole in process 0; in all processes at the same time.
 
         Args:
@@ -314,13 +318,14 @@ class ShardedOptimizer(RuleOptimizer):
     def _steps(self, name: str, parameter: nn.Parameter) -> float:
         if self._optimizer.state.get(parameter):
             return super()._steps(name, parameter)
-        return self._parts.updates(name)
+        return self._parts.updates(parameter)
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over this process's part of the state, of which torch's optimizer keeps nothing."""
         self._whole, self.cuts = storage, self.cuts_of(storage.blocks)
         try:
-            local_slots = {slot.name: (slot, *bounds) for _, slot, bounds, _ in self._slots()}
+            slots = self._slots()
+            local_slots = {slot.parameter: (slot, *bounds) for _, slot, bounds, _ in slots}
             self._parts.align(local_slots)
             super().bind(self._own(storage), run_eagerly)
         except BaseException:
@@ -372,7 +377,7 @@ class ShardedOptimizer(RuleOptimizer):
         state: Dict[str, Tensor] = {}
         for number, slot, (begin, end), place in self._slots():
             torch_state = self._optimizer.state.get(slot.parameter)
-            parts = self._parts.local_state(slot.name)
+            parts = self._parts.local_state(slot.parameter)
             for name in self._rule_of(block.group).all_tensors if number == index else ():
                 if torch_state and torch_state.get(name) is not None:
                     part = flatten_like(torch_state[name], slot.order)[begin:end]
@@ -399,18 +404,18 @@ class ShardedOptimizer(RuleOptimizer):
         """Nothing: an update is one of all processes."""
         return None
 
-    def parts(self) -> Dict[str, StateShard]:
-        """The state that is here, by parameter; views."""
-        parts: Dict[str, StateShard] = {}
+    def parts(self) -> Dict[Tensor, StateShard]:
+        """The state that is here; views."""
+        parts: Dict[Tensor, StateShard] = {}
         for index, slot, (begin, end), place in self._slots():
             tensors = {name: whole[place] for name, whole in self._states[index].items()}
             group = self._whole.blocks[index].group
-            parts[slot.name] = StateShard(slot, group, self.counts[index], begin, end, tensors)
+            parts[slot.parameter] = StateShard(slot, group, self.counts[index], begin, end, tensors)
         return parts
 
     def keep(self) -> None:
         """Let the state go to where the next program finds it."""
-        self._parts.keep({name: part for name, part in self.parts().items() if part.updates})
+        self._parts.keep({each: part for each, part in self.parts().items() if part.updates})
         self._let_go()
 
     def _let_go(self) -> None:
