@@ -48,7 +48,11 @@ class Loading(SettingsRepr):
             with faults.collect():
                 _check_limit(name, getattr(self, name), least)
         with faults.collect():
-            self._check_rivals()
+            overfits = self.overfit_batches is not None
+            if overfits and self.limit_train_batches is not None:
+                raise rivals(["limit_train_batches", "overfit_batches"], "an epoch")
+            if overfits and self.limit_val_batches is not None:
+                raise rivals(["limit_val_batches", "overfit_batches"], "a validation")
         with faults.collect():
             if not isinstance(self.fast_dev_run, bool):
                 also = " executions, True or False"
@@ -56,14 +60,6 @@ class Loading(SettingsRepr):
         with faults.collect():
             at_least_or_none("prefetch", self.prefetch, 0)
         faults.raise_all()
-
-    def _check_rivals(self) -> None:
-        if self.overfit_batches is None:
-            return
-        if self.limit_train_batches is not None:
-            raise rivals(["limit_train_batches", "overfit_batches"], "an epoch")
-        if self.limit_val_batches is not None:
-            raise rivals(["limit_val_batches", "overfit_batches"], "a validation")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)

@@ -93,7 +93,8 @@ def resolve_metrics(
             one that can't be weighted.
     """
     resolved: List[Metric] = []
-    names: Set[str] = set(_part_names(outputs))
+    keys: Sequence[Key] = range(outputs) if isinstance(outputs, int) else outputs or ()
+    names = {f"{label(key)}_loss" for key in keys}
     for argument, entries, weighted in (
         ("metrics", metrics, False),
         ("weighted_metrics", weighted_metrics, True),
@@ -105,11 +106,6 @@ def resolve_metrics(
                 names.add(check_log_name(name, names))
             resolved.append(metric)
     return MetricSet(resolved)
-
-
-def _part_names(outputs: Union[Sequence[str], int, None]) -> List[str]:
-    keys: Sequence[Key] = range(outputs) if isinstance(outputs, int) else outputs or ()
-    return [f"{label(key)}_loss" for key in keys]
 
 
 # ---- forms --------------------------------------------------------------------------------------
