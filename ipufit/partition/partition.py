@@ -148,7 +148,7 @@ class Partitions:
         return next((p for p in both if p is not None and p.is_open), None)
 
     def with_stages(
-        self, begins: Tuple[Tuple[str, int], ...], places: Tuple[int, ...] = ()
+        self, begins: Tuple[Tuple[str, int], ...], places: Tuple[int, ...]
     ) -> Partitions:
         """Fill in the stages that were yet to be found."""
         training, inference = (
@@ -158,12 +158,6 @@ class Partitions:
             for p in (self.training, self.inference)
         )
         return dataclasses.replace(self, training=training, inference=inference)
-
-    def with_stage_count(self, training: bool, stages: int) -> Partitions:
-        """Fill in the number of stages of a module that divides itself."""
-        one = self.of(training)
-        assert one is not None
-        return self.replaced(training, dataclasses.replace(one, stages=stages))
 
     def replaced(self, training: bool, partition: Optional[Partition]) -> Partitions:
         """Put another partition in the place of that of training or of inference."""

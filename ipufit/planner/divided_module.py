@@ -117,7 +117,8 @@ class DividedModule:
             return
         with defer_signals():
             stages = self._stages_of_blocks(first, training)
-        self.partitions = self.partitions.with_stage_count(training, stages)
+        counted = dataclasses.replace(partition, stages=stages)
+        self.partitions = self.partitions.replaced(training, counted)
         self._counted.add(training)
 
     def _stages_of_blocks(self, batch: MicroBatch, training: bool) -> int:
