@@ -131,10 +131,6 @@ def _does_not_divide(call: DispatchedCall) -> bool:
     return any(size % to for size, to in zip(sizes, wanted))
 
 
-def _stretches_evenly(call: DispatchedCall) -> bool:
-    return call.is_whole and not _stretches_unevenly(call)
-
-
 def _stretches_unevenly(call: DispatchedCall) -> bool:
     if not call.is_whole:
         # By a factor; torch then writes it with a size.
@@ -167,10 +163,6 @@ def _smooths_a_mean_over_classes(call: DispatchedCall) -> bool:
     )
 
 
-def _has_no_bound(optimizer: type) -> bool:
-    return optimizer.__name__ not in CLIPPED
-
-
 def _is_decoupled_adam(group: ParameterGroup) -> bool:
     return group.kind is torch.optim.Adam and bool(group.settings.get("decoupled_weight_decay"))
 
@@ -187,25 +179,21 @@ def _differs(name: str) -> Callable[[ParameterGroup], bool]:
     return differs
 
 
-def _is_empty(tensor: DeviceTensor) -> bool:
-    return tensor.tensor.numel() == 0
-
-
 CONDITIONS: Dict[str, Callable[[Any], bool]] = {
     "bias_correction differs": _differs("bias_correction"),
     "centered differs": _differs("centered"),
     "does not divide": _does_not_divide,
     "has joined targets": _has_joined_targets,
     "has moving offsets": lambda call: "offsets" not in call.constants,
-    "has no bound": _has_no_bound,
+    "has no bound": lambda optimizer: optimizer.__name__ not in CLIPPED,
     "has several rates": _has_several_rates,
     "has special gradients": _has_special_gradients,
     "is a decoupled Adam": _is_decoupled_adam,
     "is a dilated transpose": _is_dilated_transpose,
-    "is empty": _is_empty,
+    "is empty": lambda tensor: tensor.tensor.numel() == 0,
     "is of 8 bits": _is_of_8_bits,
     "smooths a mean over classes": _smooths_a_mean_over_classes,
-    "stretches evenly": _stretches_evenly,
+    "stretches evenly": lambda call: call.is_whole and not _stretches_unevenly(call),
     "stretches unevenly": _stretches_unevenly,
 }
 
