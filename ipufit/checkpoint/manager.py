@@ -117,14 +117,6 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     return RestoredState.of(store, name, contents)
 
 
-@dataclasses.dataclass
-class _Best:
-    """Which checkpoint is the best so far."""
-
-    name: Optional[str] = None
-    value: Optional[float] = None
-
-
 @dataclasses.dataclass(eq=False)
 class CheckpointManager(Observer):
     """Writes the checkpoints of one ``fit``.
@@ -159,7 +151,8 @@ class CheckpointManager(Observer):
         self._store = None if folder is None else Store(folder)
         self._processes = self.session.processes
         self._begun = RunConfiguration()
-        self._best = _Best()
+        # Which checkpoint is the best so far.
+        self._best: Document = {"name": None, "value": None}
         self._signals = PreemptionHandler()
         self._direction: Optional[str] = None
 
@@ -205,8 +198,7 @@ class CheckpointManager(Observer):
             resume_changes = {"changed": self._begun.changes, "unchanged": unchanged}
             fit.history.params["resume_changes"] = resume_changes
         self.run.update(self.restored.run)
-        best = self.restored.best
-        self._best = _Best(best["name"], best["value"])
+        self._best = self.restored.best
         self.model.stop_training = False
         if self.callbacks.params["verbose"] and self._processes.is_rank_zero:
             say(self._coming(self.restored))
@@ -264,8 +256,8 @@ class CheckpointManager(Observer):
         value = None if monitor is None else logs.get(monitor)
         if value is not None:
             assert self._direction is not None, "a value that is watched has a direction"
-            if improves(float(value), self._best.value, self._direction):
-                self._best = _Best(name, float(value))
+            if improves(float(value), self._best["value"], self._direction):
+                self._best = {"name": name, "value": float(value)}
         self._signals.agree(self._processes)
         self._write(epoch, in_epoch=False)
         self._end_if_asked(epoch)
@@ -284,7 +276,7 @@ class CheckpointManager(Observer):
         about = {
             "stopped": self._fit.ending(),
             "run": self.run,
-            "best": dataclasses.asdict(self._best),
+            "best": self._best,
             **self._begun.document(self.session),
         }
         document, tensors = checkpoint_contents(
@@ -293,8 +285,8 @@ class CheckpointManager(Observer):
         if not self._processes.is_rank_zero:
             return
         self._store.write(name, document, tensors)
-        also: List[str] = [] if self._best.name is None else [self._best.name]
-        self._store.rotate(self.settings.keep, also)
+        best = self._best["name"]
+        self._store.rotate(self.settings.keep, () if best is None else (best,))
 
     def _end_if_asked(self, epoch: int) -> None:
         """Leave as the signal wants it, if one came.
