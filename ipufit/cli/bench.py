@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import statistics
 import time
@@ -17,7 +16,6 @@ from ipufit.cli.intercept_fit import Examination, FitCall
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR, KERNELS, OFF
 from ipufit.core.plan import Plan
-from ipufit.engines.program import Engine
 from ipufit.errors import CaptureError, ConfigurationError, DataError
 from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.training.arguments import FitConfig
@@ -131,7 +129,7 @@ def _measure(
             if way.refused is not None:
                 continue
             engine = model._make_engine()
-            trial = Trial(session, functools.partial(_same, engine), way.jit)
+            trial = Trial(session, lambda engine=engine: engine, way.jit)  # type: ignore[misc]
             config = dataclasses.replace(session.config, jit=way.jit or session.config.jit)
             try:
                 session.check_engine(config)
@@ -149,10 +147,6 @@ def _measure(
                     raise
                 way.refused = str(error)
     return plan
-
-
-def _same(engine: Engine) -> Engine:
-    return engine
 
 
 def _round(way: _Way, job: Job, seconds: float) -> None:
