@@ -20,7 +20,7 @@ from ipufit.planner.pipeline_schedule import (
     least_accumulation,
     simulate,
 )
-from ipufit.planner.rendering import WIDTH, columns, flops, share, size
+from ipufit.planner.rendering import WIDTH, columns, flops, share, size, stage_title
 from ipufit.utils.console import TextReport, fold
 from ipufit.utils.error_collector import is_number, one_of
 
@@ -261,7 +261,7 @@ class PartitionPlan(TextReport):
         if len(self.costs) > 1:
             title += f", {planned.schedule}: {share(timeline.utilisation)} busy"
         stages = [
-            f"stage {_stage_title(stage, cost, self.ipu_of(stage))}"
+            f"stage {stage_title(stage, cost.name, self.ipu_of(stage))}"
             for stage, cost in enumerate(self.costs)
         ]
         ipus = [f"IPU {ipu}" for ipu in range(self.ipus)] if planned.places else stages
@@ -298,12 +298,6 @@ class PartitionPlan(TextReport):
         return one_of("schedule", schedule, PipelineSchedule)
 
 
-def _stage_title(stage: int, cost: StageCost, ipu: Optional[int] = None) -> str:
-    """Name a stage by number and first module, with its IPU where that has another number."""
-    where = "" if ipu in (None, stage) else f" on IPU {ipu}"
-    return f"{stage}: {cost.name or 'the start'}{where}"
-
-
 def _head(plan: PartitionPlan) -> List[str]:
     planned, count = plan.planned, len(plan.costs)
     ipus = f"{plan.ipus} IPUs, {planned.strategy}" if count > 1 else "1 IPU"
@@ -322,7 +316,7 @@ def _stage_tables(plan: PartitionPlan) -> List[str]:
     shares = plan.time_shares
     for stage, (cost, total) in enumerate(zip(plan.costs, plan.stage_memory)):
         flights = in_flight(planned.schedule, stage, count)
-        title = _stage_title(stage, cost, plan.ipu_of(stage))
+        title = stage_title(stage, cost.name, plan.ipu_of(stage))
         sizes = (
             cost.weight_bytes,
             cost.gradient_bytes,

@@ -45,6 +45,16 @@ def share(part: float) -> str:
     return "< 0.1 %" if 0 < part < 0.0005 else f"{100 * part:.1f} %"
 
 
+def stage_title(stage: int, name: object, ipu: object) -> str:
+    """Name a stage by number and first module, with its IPU where that has another number.
+
+    >>> stage_title(0, "", 0), stage_title(2, "head", 0)
+    ('0: the start', '2: head on IPU 0')
+    """
+    where = "" if ipu == stage else f" on IPU {ipu}"
+    return f"{stage}: {name or 'the start'}{where}"
+
+
 def columns(rows: Sequence[Sequence[str]]) -> List[str]:
     """Lay out a head, a rule and the other rows, in :data:`WIDTH` characters.
 

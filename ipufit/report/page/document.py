@@ -19,7 +19,7 @@ from ipufit.report.chrome import render_trace
 from ipufit.report.page import texts
 from ipufit.report.page.curves import columns, curves, phases
 from ipufit.report.page.operators import grouped, layers, operators
-from ipufit.report.page.pipeline import memory, pipeline, stage_title
+from ipufit.report.page.pipeline import memory, pipeline, title_of
 from ipufit.report.page.sections import CONFIG, DRAWN, Section, lacking, look
 from ipufit.report.page.summary import final_values, headline, summary, warnings_section
 from ipufit.report.run import PAGE, TRACE, Facts, NamedRuns, Run
@@ -111,7 +111,7 @@ def _stage(plan: Facts, place: int) -> str:
     if place >= len(plan["stages"]):
         return texts.DASH
     stage = plan["stages"][place]
-    title = stage_title(place, stage).partition(": ")[2]
+    title = title_of(place, stage).partition(": ")[2]
     return f"{title}, {texts.share(stage['time_share'])} of the time, {texts.size(stage['memory'])}"
 
 

@@ -7,6 +7,7 @@ from typing import Dict, List, Mapping, Sequence, Tuple
 
 from ipufit.planner.costs import by_ipu
 from ipufit.planner.pipeline_schedule import simulate
+from ipufit.planner.rendering import stage_title
 from ipufit.report.page import texts
 from ipufit.report.page.curves import OVER_RUN, places_of
 from ipufit.report.page.sections import POINTS, Chart, Section, Series, lacking, rounded
@@ -17,11 +18,9 @@ _MOST = 1600
 _PASSES = ("forward", "backward")
 
 
-def stage_title(number: int, stage: Mapping[str, object]) -> str:
+def title_of(number: int, stage: Mapping[str, object]) -> str:
     """Return the title of a stage, as the plan's table has it."""
-    ipu = stage.get("ipu", number)
-    where = "" if ipu == number else f" on IPU {ipu}"
-    return f"{number}: {stage['name'] or 'the start'}{where}"
+    return stage_title(number, stage["name"], stage.get("ipu", number))
 
 
 def pipeline(facts: Facts) -> Section:
@@ -100,7 +99,7 @@ def _hint(plan: Facts) -> str:
 def _timeline(plan: Facts) -> Chart:
     line = plan["timeline"]
     tasks = line["tasks"][:_MOST]
-    titles = [stage_title(i, stage) for i, stage in enumerate(plan["stages"])]
+    titles = [title_of(i, stage) for i, stage in enumerate(plan["stages"])]
     series = []
     for back, name in enumerate(_PASSES):
         of_pass = [task for task in tasks if bool(task[2]) == bool(back)]
@@ -146,7 +145,7 @@ def _times(plan: Facts, number: int) -> Dict[str, object]:
     begin = min((task[3] for task in tasks), default=0.0)
     end = max((task[4] for task in tasks), default=0.0)
     return {
-        "title": stage_title(number, plan["stages"][number]),
+        "title": title_of(number, plan["stages"][number]),
         "times": [*spent, begin, end],
         "busy": math.fsum(spent) / line["total"] if line["total"] else 1.0,
     }
@@ -179,7 +178,7 @@ def _of_stages(facts: Facts) -> Dict[str, object]:
     if why:
         return {"missing": why}
     plan = facts["plan"]
-    titles = [stage_title(i, stage) for i, stage in enumerate(plan["stages"])]
+    titles = [title_of(i, stage) for i, stage in enumerate(plan["stages"])]
     stage_sizes = [_parts(plan, stage) for stage in plan["stages"]]
     unit, name = texts.scale(max(map(sum, stage_sizes)), "bytes")
     series = [
