@@ -186,7 +186,10 @@ class Recorder(Observer):
         with self.clock.during("report"):
             # To look at the module is to run it, which may draw random numbers.
             with LOCK, fork_rng():
-                self._look(job)
+                self._facts.update(
+                    layers=facts.layers(session.module, job.first),
+                    plan=facts.partition(session, job.plan),
+                )
             self._facts.update(
                 environment=facts.environment(session, self._device),
                 first_update=job.program.updates,
@@ -196,14 +199,6 @@ class Recorder(Observer):
             )
             self._write()
         self._profiler.start()
-
-    def _look(self, job: Measurement) -> None:
-        """Write down the layers of the module and the stages that they would lie in."""
-        session = self._session
-        self._facts.update(
-            layers=facts.layers(session.module, job.first),
-            plan=facts.partition(session, job.plan),
-        )
 
     def begin_executions(self, epoch: int) -> None:
         """Begin an epoch, or go on in the middle of one."""

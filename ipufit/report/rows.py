@@ -86,15 +86,12 @@ class ExecutionTable:
         for place in range(0, len(later), _WIDTH):
             phases, end = place + _WIDTH - len(PHASES), place + _WIDTH
             after = list(later[phases:end])
-            self._add([*later[place:phases], *map(operator.sub, after, self._before)])
+            self.add([*later[place:phases], *map(operator.sub, after, self._before)])
             self._before = after
 
     def add(self, row: Sequence[float]) -> None:
         """Add an execution, its values in the order of COLUMNS."""
         self._settle()
-        self._add(row)
-
-    def _add(self, row: Sequence[float]) -> None:
         if self.each == 1:
             self._flat.extend(row)
         else:

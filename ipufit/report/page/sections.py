@@ -7,6 +7,7 @@ import html
 import math
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
+from ipufit.report.page import texts
 from ipufit.report.run import Facts
 
 # Points of a line at most, but for the losses of executions, which are bounded already.
@@ -66,11 +67,6 @@ class Series:
     hover: Sequence[str] = ()
 
     @property
-    def numbers(self) -> List[float]:
-        """The values that are finite numbers."""
-        return [value for value in self.y if isinstance(value, (int, float))]
-
-    @property
     def colour(self) -> str:
         """The colour, by its name in the style sheet."""
         return f"var(--c{self.look % 8})"
@@ -120,7 +116,7 @@ class Chart:
     @property
     def log(self) -> bool:
         """True if the vertical axis can be made logarithmic."""
-        values = [value for series in self.series for value in series.numbers]
+        values = [y for series in self.series for y in series.y if isinstance(y, (int, float))]
         return self.offers_log and bool(values) and min(values) > 0
 
     def figure(self) -> Dict[str, object]:
@@ -360,10 +356,7 @@ def _whole_ticks(chart: Chart) -> Mapping[str, object]:
 
 def rounded(value: object, digits: int = 7) -> Optional[float]:
     """Round to so many significant digits; None, a gap, where a value is not finite."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
+    number = texts.real(value)
     if not math.isfinite(number):
         return None
     short = float(f"{number:.{digits}g}")
