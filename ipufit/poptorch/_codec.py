@@ -149,10 +149,6 @@ def _mapping(parts: Tuple[str, Sequence[Tuple[object, object]]]) -> object:
     return result
 
 
-def _named_tuple_parts(value: Any) -> List[object]:
-    return [class_path(type(value)), list(value._fields), list(value)]
-
-
 def _named_tuple(parts: Tuple[str, Sequence[str], Sequence[object]]) -> object:
     path, fields, items = parts
     if not all(isinstance(text, str) and _IDENTIFIER.match(text) for text in fields):
@@ -390,7 +386,7 @@ _KINDS = (
     ValueType(
         "namedtuple",
         lambda v: isinstance(v, tuple) and hasattr(v, "_fields"),
-        _named_tuple_parts,
+        lambda v: [class_path(type(v)), list(v._fields), list(v)],
         _named_tuple,
     ),
     ValueType(

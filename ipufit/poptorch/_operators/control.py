@@ -172,7 +172,7 @@ def record(
         # Made anew: a copy of a constant would be known, and its value written into the graph.
         fresh = [torch.empty_like(tensor) for tensor in inputs]
         graph = proxy_tensor.make_fx(traced)(torch.empty(()), *fresh)
-        captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
+        captured = lifts[0].captured + _gather_inputs(graph)
         body = Body(graph, results)
     trace = tracing()
     if trace is not None:
@@ -180,7 +180,7 @@ def record(
     return body, captured
 
 
-def _gather_inputs(graph: fx.GraphModule, count: int) -> List[Tensor]:
+def _gather_inputs(graph: fx.GraphModule) -> List[Tensor]:
     """Put the inputs first, and make inputs of tensors that are attributes of the graph.
 
     Returns:

@@ -255,10 +255,6 @@ def _ctc(
     return [*ctc_loss_and_gradient(log_probs, targets, *lengths, blank, reduction.lower())]
 
 
-def _leaky_relu(x: Tensor, alpha: float) -> Tensor:
-    return torch.nn.functional.leaky_relu(x, alpha)
-
-
 def _moving_average(weight: Tensor, average: Tensor, factor: Tensor) -> Tensor:
     """Move an average towards a weight once an update, after it; returns it as it is before."""
     trace = tracing()
@@ -344,7 +340,7 @@ _IMPLEMENTATIONS: Dict[Tuple[str, str, int], Callable[..., Any]] = {
     ("ai.graphcore", "Nms", 1): _nms,
     ("ai.graphcore", "RemapCE", 1): _itself,
     ("com.acme", "ExpMovAvg", 1): _moving_average,
-    ("custom.ops", "LeakyRelu", 1): _leaky_relu,
+    ("custom.ops", "LeakyRelu", 1): lambda x, alpha: torch.nn.functional.leaky_relu(x, alpha),
 }
 
 

@@ -133,10 +133,6 @@ def _bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 
 _RUNNING = ("running_mean", "running_var")
 
 
-def _widened(value: object) -> object:
-    return value.float() if isinstance(value, Tensor) else value
-
-
 def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compute a function of half-precision input in float32, because torch 2.0 can't record it.
 
@@ -147,7 +143,7 @@ def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(input: Tensor, *args: object, **kwargs: object) -> object:
         if input.dtype not in (torch.float16, torch.bfloat16):
             return function(input, *args, **kwargs)
-        wide, named = tree_map(_widened, (args, kwargs))
+        wide, named = tree_map(lambda v: v.float() if isinstance(v, Tensor) else v, (args, kwargs))
         results = function(input.float(), *wide, **named)
         statistics = [*zip(args[:2], wide)]
         statistics += [(kwargs[name], named[name]) for name in _RUNNING if name in kwargs]

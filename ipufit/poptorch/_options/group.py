@@ -459,9 +459,8 @@ class _TensorLocationOptions(OptionGroup):
         """Set the memory of gradient accumulators."""
         return self._place("location_accumulator", location)
 
-    def _place(self, option: str, location: object) -> _TensorLocationOptions:
+    def _place(self, option: str, location: TensorLocationSettings) -> _TensorLocationOptions:
         need_type(option, location, TensorLocationSettings)
-        assert isinstance(location, TensorLocationSettings)
         return self._with(**{option: location.toDict()})
 
 
