@@ -310,7 +310,6 @@ class IPUConfig(ParameterValues):
             ConfigurationError: the values don't fit together, or the IPUs are of another kind.
         """
         config = self.for_pod_type(pod_type)
-        config.check()
         return to_options(sdk_or_none() or load_standin(), config, for_inference, compile_only)
 
     def report(self, engine: str = "embedded") -> str:
