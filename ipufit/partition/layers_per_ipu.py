@@ -108,10 +108,8 @@ def repeated_layers(
 
 def _are_twins(one: str, other: str) -> bool:
     """True if one is of the encoder and the other of the decoder."""
-    for a, b in (("encoder", "decoder"), ("decoder", "encoder")):
-        if a in one and one.replace(a, b) == other:
-            return True
-    return False
+    ways = ("encoder", "decoder"), ("decoder", "encoder")
+    return any(a in one and one.replace(a, b) == other for a, b in ways)
 
 
 def _layers_in(module: nn.Module, name: str) -> Tuple[str, ...]:

@@ -55,11 +55,9 @@ class OwnBlocks:
         self._placed: List[Tuple[str, Optional[int]]] = []
         self._numbers: Dict[str, int] = {}
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> contextlib.AbstractContextManager[object]:
         """Record the blocks that are entered in this context."""
-        with record_blocks(self._blocks):
-            yield
+        return record_blocks(self._blocks)
 
     @property
     def is_left(self) -> bool:

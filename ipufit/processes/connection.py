@@ -188,7 +188,7 @@ class Connection:
                 f"a run of {self._count} processes needs torch.distributed, but this torch was "
                 "built without it. Install another build of torch, or start one process."
             )
-        heartbeats = self._open()
+        heartbeats = self._open(self._timeout)
         limit = datetime.timedelta(seconds=self._timeout + _MARGIN)
         try:
             self._arrive(heartbeats)
@@ -251,10 +251,9 @@ class Connection:
             self._open(min(self._timeout, 2 * _GRACE)).tell_error(text)
         self._leave(f"it ended with {text}")
 
-    def _open(self, limit: Optional[float] = None) -> HeartbeatStore:
+    def _open(self, seconds: float) -> HeartbeatStore:
         if self._heartbeats is not None:
             return self._heartbeats
-        seconds = self._timeout if limit is None else limit
         if distributed.is_initialized():
             rank, size = distributed.get_rank(), distributed.get_world_size()
             if (rank, size) != (self._me, self._count):
