@@ -247,7 +247,9 @@ def _pipeline(events: _Events, run: Run, about: Dict[str, object]) -> None:
     if line is None:
         return
     events.process(_PIPELINE, "pipeline (estimated)")
-    update = _mean_update(run.rows)
+    # The mean of the program's seconds; 0 without updates.
+    updates = sum(run.rows["updates"])
+    update = sum(run.rows["compute"]) / updates if updates else 0.0
     scale = update / line["total"] if update and line["total"] else 1.0
     tasks = line["tasks"][:MOST_TASKS]
     about["pipeline"] = {
@@ -270,12 +272,6 @@ def _pipeline(events: _Events, run: Run, about: Dict[str, object]) -> None:
         start = _time(begin * scale)
         name = f"{'backward' if is_backward else 'forward'} {micro_batch}"
         lanes[stage].add(name, start, _time(end * scale) - start)
-
-
-def _mean_update(rows: Mapping[str, List[float]]) -> float:
-    """Return the mean seconds of an update in the program; 0 without updates."""
-    updates = sum(rows["updates"])
-    return sum(rows["compute"]) / updates if updates else 0.0
 
 
 def _operators(events: _Events, operators: Facts, about: Dict[str, object]) -> None:

@@ -80,13 +80,10 @@ class Watched:
         # One at a time: a second one finds what the first one has made.
         with self._lock:
             # Looked at before the files are read, so that no later change is missed.
-            stamp = self._stamp()
+            stamp = tuple(_stamp_of(os.path.join(self.folder, f)) for f in (FACTS, EXECUTIONS))
             if self._cache.get(render, (None, b""))[0] != stamp:
                 self._cache[render] = (stamp, render(self._run()).encode("utf-8"))
             return self._cache[render][1]
-
-    def _stamp(self) -> _Stamp:
-        return tuple(_stamp_of(os.path.join(self.folder, name)) for name in (FACTS, EXECUTIONS))
 
     def _run(self) -> Run:
         if not os.path.exists(os.path.join(self.folder, FACTS)):

@@ -134,11 +134,10 @@ def _merge_rows(first: Sequence[float], second: Sequence[float]) -> List[float]:
     row = list(first)
     for place in (_AT[name] for name in SUMS):
         row[place] = first[place] + second[place]
-    samples = row[_AT["samples"]]
-    loss, weight = _AT["loss"], _AT["samples"]
-    if samples:
-        total = first[loss] * first[weight] + second[loss] * second[weight]
-        row[loss] = total / samples
+    loss, samples = _AT["loss"], _AT["samples"]
+    if row[samples]:
+        total = first[loss] * first[samples] + second[loss] * second[samples]
+        row[loss] = total / row[samples]
     for name in ("learning_rate", "loss_scale"):
         row[_AT[name]] = second[_AT[name]]
     row[_AT["memory"]] = largest([each[_AT["memory"]] for each in (first, second)])

@@ -129,7 +129,8 @@ def refuse_report(report: Report, resumes: bool) -> None:
     ):
         if importlib.util.find_spec(library) is None:
             raise ConfigurationError(f"{what}. Run: pip install ipufit[report]")
-    refuse_profiler(report.profiler)
+    if report.profiler is not None:
+        _refuse_profiler(report.profiler)
     if os.path.exists(report.folder) and not os.path.isdir(report.folder):
         raise ConfigurationError(
             f"folder of Report must be a folder, but {report.folder!r} is a file. Pass another "
@@ -146,17 +147,8 @@ def refuse_report(report: Report, resumes: bool) -> None:
 T = TypeVar("T")
 
 
-def refuse_profiler(profiler: object) -> None:
-    """Refuse, before any work, a profiler that could not watch the run.
-
-    Args:
-        profiler: a ``torch.profiler.profile``; None for none.
-
-    Raises:
-        ConfigurationError: it has been started before, or another one runs.
-    """
-    if profiler is None:
-        return
+def _refuse_profiler(profiler: object) -> None:
+    """Refuse, before any work, a profiler that could not watch the run."""
     # torch's own, or one that begins like it: what it knows only after start().
     names = ("profiler", "step_rec_fn")
     if any(getattr(profiler, name, None) is not None for name in names):

@@ -83,12 +83,10 @@ def seconds(value: float) -> str:
     if abs(value) >= 59.95:
         minutes, rest = divmod(round(value), 60)
         return f"{minutes} min {rest:02} s"
-    for unit, name in _TIMES:
-        if abs(value) >= 0.9995 * unit or name == "µs":
-            part = value / unit
-            digits = max(0, 2 - math.floor(math.log10(abs(part)) + 1e-3)) if part else 0
-            return f"{part:.{min(digits, 2)}f} {name}"
-    raise AssertionError
+    unit, name = next((time for time in _TIMES if abs(value) >= 0.9995 * time[0]), _TIMES[-1])
+    part = value / unit
+    digits = max(0, 2 - math.floor(math.log10(abs(part)) + 1e-3))
+    return f"{part:.{min(digits, 2)}f} {name}"
 
 
 @_dash_unless_finite
