@@ -64,14 +64,15 @@ class ReplicaGrouping(NamedTuple):
             Error: the parameter has no dimension for the groups, or one of another size; groups
                 do not divide the replicas.
         """
+        size = self.size(replicas)
         if tensor.dim() == 0:
+            count = "number of groups" if replicas % size else replicas // size
             raise error(
                 "Scalars cannot be passed as per-replica weight tensor values: the first dimension "
                 f"of a parameter with a replicaGrouping counts the groups, but {name!r} has none. "
-                f"Make it a tensor of shape [{self._groups_or(replicas)}]."
+                f"Make it a tensor of shape [{count}]."
             )
-        size = self.size(replicas)
-        if size > replicas or replicas % size:
+        if replicas % size:
             raise error(
                 f"replicaGrouping of {name!r} makes groups of {size} replicas, which must divide "
                 f"the replicationFactor ({replicas}). Choose a divisor."
@@ -89,10 +90,6 @@ class ReplicaGrouping(NamedTuple):
                 f"the parameter holds {groups}, one for each group. Use OnePerGroup, or "
                 "CommGroupType.NoGrouping."
             )
-
-    def _groups_or(self, replicas: int) -> object:
-        size = self.size(replicas)
-        return replicas // size if size and not replicas % size else "number of groups"
 
 
 def grouping(

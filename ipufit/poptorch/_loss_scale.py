@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, List, Mapping, Optional, Set, Tuple
+from typing import Any, List, Mapping, Optional, Set
 
 import torch
 from torch import Tensor, fx
@@ -185,7 +185,9 @@ def count_large(graph: fx.GraphModule, settings: ScalingSettings, behind: int) -
 
 def _tracked(graph: fx.GraphModule, method: Tracked) -> List[fx.Node]:
     scale = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-    seed = _seed(scale)
+    # The scale and the nodes that read it first, the gradient of the loss, are not tracked.
+    converted = [user for user in scale.users if user.target is torch.ops.aten._to_copy.default]
+    seed = (scale, *converted, *(user for node in [scale, *converted] for user in node.users))
     below: Set[fx.Node] = set()
     tracked = []
     for node in graph.graph.nodes:
@@ -195,12 +197,6 @@ def _tracked(graph: fx.GraphModule, method: Tracked) -> List[fx.Node]:
         if node not in seed and _is_half(node) and node.users and _computes(node, method):
             tracked.append(node)
     return tracked
-
-
-def _seed(scale: fx.Node) -> Tuple[fx.Node, ...]:
-    """Return the scale and the nodes that read it first, the gradient of the loss: not tracked."""
-    converted = [user for user in scale.users if user.target is torch.ops.aten._to_copy.default]
-    return (scale, *converted, *(user for node in [scale, *converted] for user in node.users))
 
 
 def _is_half(node: fx.Node) -> bool:

@@ -265,7 +265,6 @@ class OptimizerLink:
         self.sync = self._new_sync()
 
     def _new_sync(self) -> StateSync:
-        assert self._device is not None
         return StateSync(self.optimizer, self._read_state, self._write_along)
 
     def _read_state(self) -> DeviceState:

@@ -226,8 +226,7 @@ class _Reader:
     ) -> None:
         self._optimizer = optimizer
         self._kind = kind
-        self._marks: Optional[optim.VariableAttributes]
-        self._marks = getattr(optimizer, "variable_attrs", None)
+        self._marks: Optional[optim.VariableAttributes] = getattr(optimizer, "variable_attrs", None)
         if automatic and self._marks is not None:
             self._marks.markAsVariable("loss_scaling")
         self._automatic = automatic
@@ -323,21 +322,16 @@ def settings_of(
     if kind is OptimizerKind.SGD_SEPARATE:
         for values in values_by_group:
             values["velocity_scaling"] = scaling
-    first = (
-        "velocity_accum_type" if front_end_class is optim.SGD else "first_order_momentum_accum_type"
-    )
-    norm = (
-        read.attribute("max_grad_norm", math.inf)
-        if "max_grad_norm" in front_end_class._child_only
-        else None
-    )
+    average = "velocity" if front_end_class is optim.SGD else "first_order_momentum"
+    is_clipped = "max_grad_norm" in front_end_class._child_only
+    norm = read.attribute("max_grad_norm", math.inf) if is_clipped else None
     return OptimizerSettings(
         kind=kind,
         defaults=values_by_group[0],
         groups=tuple(values_by_group[1:]),
         loss_scaling=scaling,
         accum_type=read.attribute("accum_type", torch.float32),
-        first=read.attribute(first, torch.float32),
+        first=read.attribute(f"{average}_accum_type", torch.float32),
         second=read.attribute("second_order_momentum_accum_type", torch.float32),
         tensorflow=front_end_class is optim.RMSprop
         and bool(read.attribute("use_tf_variant", False)),

@@ -230,10 +230,6 @@ def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
     return bodies
 
 
-def _calls_python(graph: fx.GraphModule) -> bool:
-    return any(node.target is CALL_CPU for each in everywhere(graph) for node in each.graph.nodes)
-
-
 def through_cache(
     recorded: RecordedProgram, state: Mapping[str, Tensor], options: Options
 ) -> RecordedProgram:
@@ -254,7 +250,8 @@ def through_cache(
         if several:
             logger.info("Each process compiles for itself, without a cache")
         return recorded
-    if _calls_python(recorded.graph):
+    nodes = (node for graph in everywhere(recorded.graph) for node in graph.graph.nodes)
+    if any(node.target is CALL_CPU for node in nodes):
         logger.info("Compiled without the cache: the model calls poptorch.CPU, which no file holds")
         return recorded
     cache = ExecutableCache(folder)
