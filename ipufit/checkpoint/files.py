@@ -64,7 +64,7 @@ def _parse(data: bytes) -> object:
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
             parse_float=_finite,
-            parse_int=_short,
+            parse_int=lambda text: int(_bounded(text)),
         )
     except ValueError as error:
         raise codec.UnfitError(f"it is not JSON: {codec.reason_of(error)}") from error
@@ -103,10 +103,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {codec.shown(text)} is too large")
     return value
-
-
-def _short(text: str) -> int:
-    return int(_bounded(text))
 
 
 def _bounded(text: str) -> str:

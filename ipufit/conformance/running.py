@@ -244,10 +244,6 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
 def _convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)),
@@ -256,7 +252,10 @@ def _convolutions() -> nn.Module:
     )
 
 
-_MODULES = {"perceptron": _perceptron, "convolutions": _convolutions}
+_MODULES = {
+    "perceptron": lambda: nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)),
+    "convolutions": _convolutions,
+}
 
 
 def timings(samples: int = 3200) -> Iterator[Dict[str, object]]:

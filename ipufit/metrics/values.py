@@ -186,10 +186,6 @@ def _hinge(prediction: Tensor, target: Tensor) -> Tensor:
     return (1 - signs * prediction).clamp(min=0)
 
 
-def _squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
-    return _hinge(prediction, target).square()
-
-
 def _divergence(prediction: Tensor, target: Tensor) -> Tensor:
     shares = [each.clamp(_EPSILON, 1) for each in (target, prediction)]
     return (shares[0] * (shares[0] / shares[1]).log()).sum(-1)
@@ -259,7 +255,7 @@ NAMED: Dict[str, NamedMetric] = {
     "root_mean_squared_error": _of_pairs(_squared_error, math.sqrt),
     "sparse_categorical_accuracy": _share(_sparse_accuracy),
     "sparse_top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
-    "squared_hinge": _of_pairs(_squared_hinge),
+    "squared_hinge": _of_pairs(lambda prediction, target: _hinge(prediction, target).square()),
     "top_5_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
     "top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
 }

@@ -132,19 +132,16 @@ class OwnBlocks:
         if partition is not None and partition.poptorch_strategy is not None:
             _check_names(partition.poptorch_strategy, [name for name, _ in blocks])
             self._check_together(partition.poptorch_strategy)
-        self._check_ipus()
-
-    def _check_ipus(self) -> None:
-        without = [name for name, ipu in self.entered() if ipu is None]
-        if self._partition is not None and without:
+        without = [name for name, ipu in blocks if ipu is None]
+        if partition is not None and without:
             raise PartitionError(
                 f"every block must name its IPU, but the block {without[0]!r} does not. Begin it "
                 "with ipu_id=0, for example, or name its IPU in an object for strategy."
             )
-        named = [ipu for _, ipu in (self.entered() or self._placed) if ipu is not None]
-        ipus = self._partition.ipus if self._partition is not None else 1
-        if named and 1 + max(named) != ipus:
-            count = 1 + max(named)
+        placed = [ipu for _, ipu in (blocks or self._placed) if ipu is not None]
+        ipus = partition.ipus if partition is not None else 1
+        if placed and 1 + max(placed) != ipus:
+            count = 1 + max(placed)
             raise UncountedError(
                 f"the module's own blocks put it on {count} IPU{'s' if count > 1 else ''}, but "
                 f"ipus_per_replica is {ipus}. Leave it out, or set it to {count}, in compile or in "

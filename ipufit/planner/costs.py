@@ -276,7 +276,7 @@ _SUMS = (
 
 
 # Settings that want another device than the one of the trial; none of them changes the state.
-_FASTER = ("foreach", "fused", "capturable")
+_FASTER = {"foreach": None, "fused": None, "capturable": False}
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
@@ -316,11 +316,10 @@ def _tried(
     hooks: Dict[str, object] = {
         name: collections.OrderedDict() for name in attributes if name.endswith("_hooks")
     }
-    setting = {**group, **{name: None for name in _FASTER if name in group}, "params": [zeros]}
+    slower = {name: value for name, value in _FASTER.items() if name in group}
+    setting = {**group, **slower, "params": [zeros]}
     state: Dict[Tensor, Dict[str, object]] = collections.defaultdict(dict)
     vars(trial).update({**attributes, **hooks, "state": state, "param_groups": [setting]})
-    if "capturable" in setting:
-        setting["capturable"] = False
     try:
         with torch.enable_grad():
             trial.step()

@@ -134,7 +134,9 @@ def _find() -> Processes:
         return _by_hand(arguments, arguments.process_id, arguments.num_processes)
     if _is_initialized():
         rank, size = torch_distributed.get_rank(), torch_distributed.get_world_size()
-        return Processes(rank, size, "torch.distributed", _local_id(), None, arguments.timeout)
+        local = os.environ.get("LOCAL_RANK", "")
+        local_id = int(local) if local.isascii() and local.isdigit() else 0
+        return Processes(rank, size, "torch.distributed", local_id, None, arguments.timeout)
     info = find_launcher(os.environ)
     if info is None or info.num_processes == 1:
         return ALONE
@@ -162,8 +164,3 @@ def _by_hand(arguments: _Arguments, process_id: int, num_processes: int) -> Proc
 
 def _is_initialized() -> bool:
     return torch_distributed.is_available() and torch_distributed.is_initialized()
-
-
-def _local_id() -> int:
-    text = os.environ.get("LOCAL_RANK", "")
-    return int(text) if text.isascii() and text.isdigit() else 0
