@@ -57,7 +57,10 @@ def plan_partition(
     """
     faults, rounds = ErrorCollector(of_call=True), divided.auto_round_ipus
     with faults.collect():
-        schedule, memory = _checked(schedule, ipu_memory)
+        one_of("schedule", schedule, PipelineSchedule)
+    with faults.collect():
+        advice = "It is in bytes. Leave it out for the memory of an IPU."
+        memory = at_least_or_none("ipu_memory", ipu_memory, 1, advice) or IPU_MEMORY
     with faults.collect():
         checkpoints, recomputes = _recomputation(divided, recompute)
     with faults.collect():
@@ -75,11 +78,7 @@ def plan_partition(
     sample = read_sample()
     estimator = make_estimator(sample, wanted.partition, checkpoints)
     if wanted.counts:
-
-        def again(count: int) -> bool:
-            return recomputes(strategy, count)
-
-        costs, places = _smallest(estimator, wanted.counts, schedule, again, memory)
+        costs, places = _smallest(estimator, wanted, schedule, recomputes, memory)
     else:
         costs = estimator.estimate(wanted.partition)
         places = () if wanted.partition is None else wanted.partition.places
@@ -149,17 +148,6 @@ def _recomputation(
     if isinstance(recompute, bool):
         return compiled if recompute else (), lambda strategy, count: recompute
     return resolve_recompute(divided.module, recompute, GRAPH), lambda strategy, count: True
-
-
-def _checked(schedule: PipelineSchedule, memory: Optional[int]) -> Tuple[PipelineSchedule, int]:
-    faults = ErrorCollector()
-    with faults.collect():
-        one_of("schedule", schedule, PipelineSchedule)
-    with faults.collect():
-        advice = "It is in bytes. Leave it out for the memory of an IPU."
-        memory = at_least_or_none("ipu_memory", memory, 1, advice)
-    faults.raise_all()
-    return schedule, IPU_MEMORY if memory is None else memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,9 +237,9 @@ def _estimated(partition: Optional[Partition]) -> _Wanted:
 
 def _smallest(
     estimator: PartitionEstimator,
-    counts: Sequence[int],
+    wanted: _Wanted,
     schedule: PipelineSchedule,
-    recompute: Callable[[int], bool],
+    recomputes: Callable[[str, int], bool],
     memory: int,
 ) -> Divided:
     """Return the fewest stages that fit, else the evenest of the largest possible number.
@@ -260,15 +248,16 @@ def _smallest(
         PartitionError: not even the smallest number can be made.
     """
     evenest: Optional[Divided] = None
-    for count in counts:
+    for count in wanted.counts:
+        recompute = recomputes(wanted.strategy, count)
         try:
-            stages = estimator.divide(count, schedule, recompute(count), memory)
+            stages = estimator.divide(count, schedule, recompute, memory)
         except PartitionError:
             if evenest is None:
                 raise
             break
         if stages is not None:
             return stages
-        evenest = estimator.divide(count, schedule, recompute(count))
+        evenest = estimator.divide(count, schedule, recompute)
     assert evenest is not None
     return evenest

@@ -445,14 +445,12 @@ class PartitionEstimator:
 
     def _with_tail(self, cuts: Sequence[_SplitPoint], tail: Optional[_TiedTail]) -> Divided:
         """Stages that begin at these cuts, and what goes back behind them."""
-        if tail is None:
-            return Divided(self._along(cuts))
-        starts = [0, *(cut.segment for cut in cuts[1:])]
-        home = max(stage for stage, start in enumerate(starts) if start <= tail.first)
-        if home == len(cuts) - 1:
-            # It is there already.
-            return Divided(self._along(cuts))
-        return Divided(self._along([*cuts, tail.cut]), (*range(len(cuts)), home))
+        if tail is not None:
+            starts = [0, *(cut.segment for cut in cuts[1:])]
+            home = max(stage for stage, start in enumerate(starts) if start <= tail.first)
+            if home < len(cuts) - 1:  # else it is there already
+                return Divided(self._along([*cuts, tail.cut]), (*range(len(cuts)), home))
+        return Divided(self._along(cuts))
 
     def _along(self, cuts: Sequence[_SplitPoint]) -> List[StageCost]:
         """Stages that begin at these cuts; the first takes what comes before it too."""

@@ -99,11 +99,11 @@ def _least(plan: PartitionPlan, utilisation: float) -> Optional[int]:
 
 def partition(session: ObservedSession, plan: Plan) -> Dict[str, object]:
     """Plan the stages as :meth:`ipufit.Model.plan` does, with the timeline of one update."""
-    request, sample = PartitionRequest(None, None, None, None, None), session.sample
+    sample = session.sample
     assert sample is not None
-    if session.divided.partitions.of(True) is None:
-        # As it runs: on one IPU.
-        request = PartitionRequest(ipus_per_replica=1)
+    # As it runs: where nothing divides it, on one IPU.
+    is_whole = session.divided.partitions.of(True) is None
+    request = PartitionRequest(ipus_per_replica=1 if is_whole else None)
     try:
         partition_plan = plan_partition(
             session.divided,
