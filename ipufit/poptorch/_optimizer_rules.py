@@ -227,10 +227,7 @@ class Factors:
     @property
     def combined(self) -> float:
         """Factor of gradients in the combined variant."""
-        share = 1.0 / self.accumulation if self.mean else 1.0
-        if self.accumulation > 1:
-            return share if self.mean else share * self.replicas
-        return share / self.replicas if self.mean else share
+        return self.velocity / (self.accumulation * self.replicas) if self.mean else self.velocity
 
     @property
     def velocity(self) -> float:
