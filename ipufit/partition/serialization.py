@@ -78,12 +78,7 @@ class Parts:
         """The IPU on which a part lies; None where it is that of the layer."""
         if self.per_ipu is None:
             return None
-        end = 0
-        for ipu, count in enumerate(self.per_ipu):
-            end += count
-            if part < end:
-                return ipu
-        raise IndexError(part)
+        return [ipu for ipu, count in enumerate(self.per_ipu) for _ in range(count)][part]
 
     @property
     def ipus(self) -> Tuple[int, ...]:
