@@ -12,7 +12,6 @@ import math
 import numbers
 import operator
 import reprlib
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
 
@@ -205,7 +204,7 @@ class Place(NamedTuple):
     position: int
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Tail:
     """Rest of an epoch after its full executions, which runs as one smaller execution.
 
@@ -226,7 +225,7 @@ class Tail:
     last_micro_batch_size: int
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Amount of work in one call of the program, and in an epoch.
 

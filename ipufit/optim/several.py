@@ -201,6 +201,12 @@ def groups_of_members(optimizer: torch.optim.Optimizer) -> Dict[str, range]:
     return indices
 
 
+def index_of_group(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
+    """For each parameter of an optimizer, by identity, the index of its group."""
+    groups = enumerate(optimizer.param_groups)
+    return {id(p): index for index, group in groups for p in group["params"]}
+
+
 def kinds_by_group(optimizer: torch.optim.Optimizer) -> List[Type[torch.optim.Optimizer]]:
     """For each parameter group the class of the optimizer that it belongs to."""
     members = members_of(optimizer).values()

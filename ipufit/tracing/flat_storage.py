@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from ipufit.optim.several import index_of_group
 from ipufit.utils.state import as_pairs
 
 # Where torch exchanges memory with other libraries, and so with itself.
@@ -111,7 +112,8 @@ class Slot:
         """
         part = flat.detach()[self.start : self.stop]
         size = part.numel() * part.element_size()
-        is_part = 0 < size < flat.untyped_storage().nbytes()
+        stays = part.data_ptr() == self.parameter.data_ptr()
+        is_part = 0 < size < flat.untyped_storage().nbytes() and not stays
         if type(flat) is Tensor and flat.device.type in _EXCHANGES and is_part:
             part = from_dlpack(part)
         return self._shaped(part)
@@ -166,14 +168,22 @@ class FlatBlock:
 _LARGE = 2**18
 
 
-def large_apart(named: Sequence[Tuple[str, nn.Parameter]]) -> List[List[Tuple[str, nn.Parameter]]]:
-    """Put each large parameter into a part by itself: nothing is copied to join its gradient."""
+def set_apart(
+    named: Sequence[Tuple[str, nn.Parameter]], staying: Sequence[str], large: bool
+) -> List[List[Tuple[str, nn.Parameter]]]:
+    """Put some parameters into parts by themselves: one that is alone stays where it is.
+
+    Args:
+        named: the parameters.
+        staying: names of those that must stay.
+        large: whether large ones are set apart, too: nothing is copied to join their gradients.
+    """
     parts: List[List[Tuple[str, nn.Parameter]]] = [[]]
-    for each in named:
-        if each[1].numel() < _LARGE:
-            parts[0].append(each)
+    for name, parameter in named:
+        if name in staying or (large and parameter.numel() >= _LARGE):
+            parts.append([(name, parameter)])
         else:
-            parts.append([each])
+            parts[0].append((name, parameter))
     return parts
 
 
@@ -191,11 +201,7 @@ def group_alike(
         ages: numbers of updates that are known, by name.
         updates: returns that of any other one.
     """
-    groups = {
-        id(parameter): index
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    groups = index_of_group(optimizer)
     alike: Dict[Tuple[int, float, torch.dtype, torch.device], List[Tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         age = ages[name] if name in ages else updates(name, parameter)
@@ -237,7 +243,7 @@ class FlatStorage:
         self.indices: Dict[str, Tensor] = {}
         with torch.no_grad():
             for block in self.blocks:
-                flat = block.flat({slot.name: slot.parameter.detach() for slot in block.slots})
+                flat = block.flat({slot.name: slot.parameter.data for slot in block.slots})
                 for slot in block.slots:
                     slot.parameter.data = window = slot.window(flat)
                     self.views[slot.name] = slot.view(flat)

@@ -24,7 +24,7 @@ from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
-from ipufit.tracing.validate import find_unregistered, rebound, refuse_unrecordable, storages
+from ipufit.tracing.validate import find_unregistered, rebound, refuse_unrecordable
 from ipufit.tracing.validate import public_name as public_name
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
@@ -140,6 +140,20 @@ class ModuleWithLoss(StepModule):
             del others[name]
         return [*trained, *others]
 
+    def refuse_frozen(self, trained: Sequence[str]) -> None:
+        """Make sure that there are names of trained parameters.
+
+        Raises:
+            LossError: there are none.
+        """
+        if not trained:
+            raise LossError(
+                f"{type(self.net).__name__} must have a trainable parameter, but no parameter of "
+                "the optimizer requires gradients any more. Unfreeze one with "
+                "requires_grad_(True); if it was frozen at compile or replaced since, call compile "
+                "again."
+            )
+
     def forward(
         self, batch: Sequence[tree.Tree], tensors: Mapping[str, Tensor], with_loss: bool
     ) -> Evaluated:
@@ -152,7 +166,7 @@ class ModuleWithLoss(StepModule):
             with_loss: whether to compute it.
         """
         args, kwargs, target, sample_weight = batch
-        before = storages(tensors)
+        before = {name: storage_id(tensor) for name, tensor in tensors.items()}
         if self.loss is None:
             result = self.net(*args, **kwargs)
         else:
@@ -462,18 +476,12 @@ class MicroBatchStep(abc.ABC):
             yield loss, [by_public[name] for name in moved]
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
-        owner = type(self.step.net).__name__
-        if not self.trained:
-            raise LossError(
-                f"{owner} must have a trainable parameter, but no parameter of the optimizer "
-                "requires gradients any more. Unfreeze one with requires_grad_(True); if it was "
-                "frozen at compile or replaced since, call compile again."
-            )
+        self.step.refuse_frozen(self.trained)
         if not gradients:
             raise LossError(
-                "the loss must depend on at least one trainable parameter, but no gradient reached "
-                f"any of the {len(self.trained)} of {owner}. Look for .detach(), "
-                "torch.no_grad() or a loss computed from the targets alone."
+                "the loss must depend on at least one trainable parameter, but no gradient "
+                f"reached any of the {len(self.trained)} of {type(self.step.net).__name__}. Look "
+                "for .detach(), torch.no_grad() or a loss computed from the targets alone."
             )
         for name, gradient in gradients.items():
             if gradient.layout is not torch.strided:

@@ -70,21 +70,19 @@ def _walk(
         yield Layer(name, depth, kind, 0, 0, [note], module)
         return
     names[id(module)] = name
-    notes, counts = [], [0, 0]
+    notes, counts, prefix = [], [0, 0], f"{name}." if name else ""
     parameters = {key: p for key, p in module._parameters.items() if p is not None}
     for key, parameter in parameters.items():
-        full = f"{name}.{key}" if name else key
         if id(parameter) in owners:
             notes.append(f"{key} is shared with {owners[id(parameter)]}")
             continue
-        owners[id(parameter)] = full
+        owners[id(parameter)] = f"{prefix}{key}"
         counts[0] += parameter.numel()
         counts[1] += parameter.numel() if parameter.requires_grad else 0
     yield Layer(name, depth, kind, counts[0], counts[1], notes, module)
     for key, child in module._modules.items():
         if child is not None and id(child) in parts:
-            full = f"{name}.{key}" if name else key
-            yield from _walk(child, full, depth + 1, owners, names, parts)
+            yield from _walk(child, f"{prefix}{key}", depth + 1, owners, names, parts)
 
 
 @defer_signals(interrupts=False, handlers=True)

@@ -41,6 +41,7 @@ class _Unregistered:
         kind: class of the value.
         content: "layers" or "parameters".
         instead: class of torch's that registers such things.
+        tensor: one of them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class _Unregistered:
     kind: str
     content: str
     instead: str
+    tensor: Tensor
 
     @property
     def text(self) -> str:
@@ -65,31 +67,33 @@ class _Unregistered:
         return f"Write self.{attribute} = {self.instead}({value}) in __init__."
 
 
-def find_unregistered(module: nn.Module) -> Dict[int, _Unregistered]:
-    """Tensors in plain lists, tuples, sets and dicts of a module's parts, by identity.
+def find_unregistered(module: nn.Module, trainable: bool = True) -> Dict[int, _Unregistered]:
+    """Tensors in attributes of a module's parts that are no parameters of it, by identity.
 
     Args:
         module: the user's module.
+        trainable: only parameters of layers, and tensors that require gradients.
 
     Returns:
-        For parameters of layers, and for tensors that require gradients, none of which is a
-        parameter of the module, the attribute that holds them.
+        For each of them the attribute that holds it, perhaps in a list, tuple, set or dict.
     """
     registered = {id(p) for p in module.parameters()}
     result: Dict[int, _Unregistered] = {}
     for prefix, part in module.named_modules():
         for attribute, value in vars(part).items():
             # Recurrent layers of torch's have a list of their own parameters, or what stands for
-            # them.
-            if attribute in ("_parameters", "_buffers", "_modules", "_flat_weights"):
+            # them. Hooks of torch.nn.utils compute ``weight`` from ``weight_orig`` for each call.
+            skipped = attribute in ("_parameters", "_buffers", "_modules", "_flat_weights")
+            if skipped or f"{attribute}_orig" in part._parameters:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             for tensor, content in _tensors_in(value):
-                if id(tensor) in registered or id(tensor) in result:
+                may_train = content == "layers" or (tensor.is_leaf and tensor.requires_grad)
+                if id(tensor) in registered or id(tensor) in result or trainable > may_train:
                     continue
                 kind, instead = _registering(value, content)
                 result[id(tensor)] = _Unregistered(
-                    name, type(part).__name__, kind, content, instead
+                    name, type(part).__name__, kind, content, instead, tensor
                 )
     return result
 
@@ -107,14 +111,14 @@ def refuse_unregistered(module: nn.Module) -> None:
 
 
 def _tensors_in(value: object) -> Iterator[Tuple[Tensor, str]]:
-    """Tensors of a plain container that could be trained, and what of it they are."""
+    """Tensors of a plain container, and what of it they are."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         for each in value.values() if isinstance(value, dict) else value:
             if isinstance(each, nn.Module):
                 yield from ((parameter, "layers") for parameter in each.parameters())
             else:
                 yield from _tensors_in(each)
-    elif isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+    elif isinstance(value, Tensor):
         yield value, "parameters"
 
 
@@ -228,11 +232,6 @@ def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
     return {public_name(name): tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def storages(tensors: Mapping[str, Tensor]) -> Dict[str, int]:
-    """Map the names of a module's tensors to their storages."""
-    return {name: storage_id(tensor) for name, tensor in tensors.items()}
-
-
 def rebound(
     module: nn.Module, tensors: Mapping[str, Tensor], before: Mapping[str, int]
 ) -> Iterator[CaptureError]:
@@ -249,18 +248,6 @@ def rebound(
         tensor = tensors.get(name)
         if tensor is None or now.get(name) is not tensor or storage_id(tensor) != before[name]:
             yield rebound_error(module, name, new=tensor is None)
-
-
-def refuse_rebinding(
-    module: nn.Module, tensors: Mapping[str, Tensor], before: Mapping[str, int]
-) -> None:
-    """Make sure that there are none.
-
-    Raises:
-        CaptureError: the first one.
-    """
-    for error in rebound(module, tensors, before):
-        raise error
 
 
 def rebound_error(module: nn.Module, name: str, new: bool) -> CaptureError:
@@ -360,24 +347,53 @@ def refuse_complex(trained: Sequence[str], parameters: Mapping[str, Tensor]) -> 
             )
 
 
-def refuse_shared_memory(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+def refuse_shared_memory(step: nn.Module, trained: Sequence[str], all_move: bool) -> List[str]:
     """The program moves trained parameters, and copies buffers: what overlaps would come apart.
 
+    Args:
+        step: module and loss; their parts may have attributes such as ``layer.weight.detach()``.
+        trained: names of the trained parameters.
+        all_move: whether the program can leave no parameter where it is.
+
+    Returns:
+        Names of trained parameters that must stay where they are: attributes look into them.
+
     Raises:
-        ConfigurationError: two different parameters or buffers overlap in memory.
+        ConfigurationError: two different parameters or buffers have elements in common, or such a
+            parameter can't stay.
     """
-    by_storage: Dict[int, List[Tuple[int, int, str]]] = {}
-    for name, tensor in {**parameters, **buffers}.items():
-        if not tensor.numel() or tensor.is_sparse:
-            continue
-        key = tensor.untyped_storage().data_ptr()
-        by_storage.setdefault(key, []).append((*extent(tensor), name))
+    by_storage: Dict[int, List[Tuple[int, int, str, Tensor]]] = {}
+    for name, tensor in (*step.named_parameters(), *step.named_buffers()):
+        if tensor.numel() and not tensor.is_sparse:
+            key = tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(key, []).append((*extent(tensor), name, tensor))
     for places in by_storage.values():
         places.sort()
-        for (_, end, first), (begin, _, second) in zip(places, places[1:]):
-            if begin < end:
+        for index, (start, end, name, tensor) in enumerate(places):
+            for begin, stop, second, other in places[index + 1 :]:
+                if begin >= end:
+                    break
+                # Columns of one matrix have gaps, in which there may be another parameter.
+                elements = torch.zeros(max(end, stop) - start, dtype=torch.bool)
+                elements.as_strided(tensor.shape, tensor.stride()).fill_(True)
+                if elements.as_strided(other.shape, other.stride(), begin - start).any():
+                    raise ConfigurationError(
+                        f"{public_name(name)!r} and {public_name(second)!r} share memory but are "
+                        "different tensors, so the program would separate them. Tie them: b.weight "
+                        "= a.weight makes them one parameter."
+                    )
+    staying: List[str] = []
+    for attribute in find_unregistered(step, trainable=False).values():
+        view = attribute.tensor
+        # Others may have no memory.
+        is_plain = type(view) in (Tensor, nn.Parameter) and view.layout is torch.strided
+        key = view.untyped_storage().data_ptr() if is_plain else 0
+        for begin, end, name, tensor in by_storage.get(key, ()):
+            staying += [name] if name in trained else []
+            if name in trained and (all_move or end - begin > tensor.numel()):
                 raise ConfigurationError(
-                    f"{public_name(first)!r} and {public_name(second)!r} share memory but are "
-                    "different tensors, so the program would separate them. Tie them: b.weight = "
-                    "a.weight makes them one parameter."
+                    f"{public_name(attribute.name)!r} of {attribute.owner} shares memory with the "
+                    f"parameter {public_name(name)!r}, but would not follow it in training. "
+                    "Compute it in forward instead, such as self.layer.weight.detach()."
                 )
+    return staying

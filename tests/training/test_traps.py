@@ -453,6 +453,87 @@ def test_memory_shared_by_two_parameters_is_refused():
     )
 
 
+class Watching(nn.Module):
+    """Reads a weight once more through an attribute that looks into its memory."""
+
+    def __init__(self, how="detached", weight=None):
+        super().__init__()
+        torch.manual_seed(3)
+        wide = {"dtype": torch.float64}
+        self.hidden, self.head = nn.Linear(12, 12, **wide), nn.Linear(12, 5, **wide)
+        if weight is not None:
+            self.hidden.weight = nn.Parameter(weight)
+        weight = self.hidden.weight
+        self.view = weight.detach() if how == "detached" else [weight.data[0]]
+
+    def forward(self, x):
+        return self.head(self.hidden(x.flatten(1)) * self.view[0])
+
+
+def by_hand(net, epochs):
+    """Plain descent in a loop over the loader."""
+    optimizer = descent(net.parameters())
+    for _ in range(epochs):
+        for x, y in loader():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+
+@embedded_only("a device has memory of its own: see below")
+@pytest.mark.parametrize("eager", EAGER_OR_NOT)
+@pytest.mark.parametrize("how", ["detached", "in a list"])
+def test_an_attribute_that_looks_into_a_weight_follows_it(how, eager):
+    """Left behind, it would keep the values from before training, in silence."""
+    net, other = Watching(how), Watching(how)
+    model = compiled(net, run_eagerly=eager)
+    for _ in range(2):
+        model.fit(loader(), epochs=2, verbose=0)
+        assert model.history.params["recordings"] == (0 if eager else 1)
+    by_hand(other, 4)
+    assert_same(net, other)
+    assert torch.equal(net.hidden.weight[0], net.view[0])
+
+
+def test_an_attribute_that_can_not_follow_a_weight_is_refused():
+    """A device has a constant there, and a weight with gaps goes into a tensor without any."""
+    gaps = torch.randn(12, 24, dtype=torch.float64)[:, ::2]
+    assert message(compiled(Watching(weight=gaps)).fit, loader(), verbose=0) == (
+        "'view' of Watching shares memory with the parameter 'hidden.weight', but would not follow "
+        "it in training. Compute it in forward instead, such as self.layer.weight.detach()."
+    )
+
+
+def test_what_torch_computes_anew_is_no_view():
+    """The attribute of a spectral norm looks into a weight only until the first forward."""
+    net = nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(12, 5).double()))
+    net.eval()
+    assert net[1].weight.data_ptr() == net[1].weight_orig.data_ptr()
+    history = compiled(net).fit(loader(), epochs=2, verbose=0)
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+class Columns(nn.Module):
+    """Two layers whose weights are columns of one matrix, in turn."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        matrix = torch.randn(12, 10, dtype=torch.float64)
+        self.first, self.second = nn.Parameter(matrix[:, ::2]), nn.Parameter(matrix[:, 1::2])
+
+    def forward(self, x):
+        return x.flatten(1) @ self.first + torch.tanh(x.flatten(1) @ self.second)
+
+
+def test_columns_of_one_matrix_share_no_memory():
+    """They lie between each other, but have no element in common: chunk(2, dim=1) makes such."""
+    net, other = Columns(), Columns()
+    compiled(net).fit(loader(), epochs=2, verbose=0)
+    by_hand(other, 2)
+    assert_same(net, other)
+
+
 @pytest.mark.long
 def test_parameters_side_by_side_in_one_storage_are_fine():
     """Slices of one tensor overlap nowhere."""

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes.torch_compile import compile_update
 from ipufit.optim.rules import OptimizerRule
-from ipufit.optim.several import NamedParameters, kinds_by_group
+from ipufit.optim.several import NamedParameters, index_of_group, kinds_by_group
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
@@ -272,11 +272,7 @@ class RuleOptimizer(FlatOptimizer):
         decays = schedule is not None and "weight_decay" in schedule.names
         self._compiled_as = {"weight_decay": 1.0} if decays else {}
         self._kinds = list(rules)
-        self._group_of = {
-            id(p): index
-            for index, group in enumerate(optimizer.param_groups)
-            for p in group["params"]
-        }
+        self._group_of = index_of_group(optimizer)
         self._graphs = graphs
         self._finish = finish
         self._is_finished = finish.is_identity

@@ -33,6 +33,7 @@ from ipufit.optim.several import (
     evaluates_again,
     groups_of_members,
     has_step_hooks,
+    index_of_group,
     members_of,
 )
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike
@@ -401,7 +402,4 @@ def make_mixed(
         if by_rule[groups.start] is None:
             traced = TracedOptimizer(member, plain, memory, compiler, groups.start, waiting)
             parts.append((traced, groups, slice(groups.start, groups.stop)))
-    owners = {
-        id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
-    }
-    return MixedOptimizer(parts, owners, finish)
+    return MixedOptimizer(parts, index_of_group(optimizer), finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -17,7 +18,7 @@ from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, parts_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.optim.several import groups_of_members
-from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, large_apart
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, set_apart
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import on_host, refuse_complex, refuse_shared_memory
 from ipufit.utils import tree
@@ -322,7 +323,7 @@ class TrainingState:
         ]
         if spec.config.shard_optimizer and spec.processes.is_distributed:
             refuse_complex(self.trained, self.parameters)
-        refuse_shared_memory(self.parameters, self.buffers)
+        self._staying = refuse_shared_memory(step, self.trained, spec.divides_weights)
         warn_of_vanishing_eps(spec.optimizer)
         self.placement = placement
         self.updater = placement.updater
@@ -358,16 +359,14 @@ class TrainingState:
         blocks = self.storage.blocks if self.with_gradient else []
         # Those that are bound stay together: of several ages, all have had an update some day.
         ages = {slot.name: block.updates for block in blocks for slot in block.slots}
-        layout = self.updater.layout
-        if self._parts:
-            chosen, divided = set(names), {name for part in self._parts for name in part}
-            parts = [[name for name in part if name in chosen] for part in self._parts]
-            parts.append([name for name in names if name not in divided])
-            by_part = [[(name, self.parameters[name]) for name in part] for part in parts]
-            return [block for part in by_part for block in layout(part, ages)]
-        named = [(name, self.parameters[name]) for name in names]
-        divide = buckets_of if self.spec.processes.is_distributed else large_apart
-        return [block for part in divide(named) for block in layout(part, ages)]
+        is_shared = self.spec.processes.is_distributed and not self._parts
+        result: List[FlatBlock] = []
+        for chosen in (*self._parts, set(names).difference(*self._parts)):
+            named = [(name, self.parameters[name]) for name in names if name in chosen]
+            for bucket in buckets_of(named) if is_shared else [named]:
+                for part in set_apart(bucket, self._staying, not (is_shared or self._parts)):
+                    result += self.updater.layout(part, ages)
+        return result
 
     def lay_out_gradients(self, turn: TurnState, names: Sequence[str]) -> Sequence[FlatBlock]:
         """Divide these parameters into blocks for the gradients of a module that runs eagerly.
@@ -548,37 +547,32 @@ class TrainingState:
 
     def read(self) -> TrainState:
         """Copies of everything that training has changed, whichever weights are in the module."""
-        if self.averages is not None and self.averages.swapped:
-            self.swap_averages()
-            try:
-                return self.read()
-            finally:
+        with contextlib.ExitStack() as afterwards:
+            if self.averages is not None and self.averages.swapped:
                 self.swap_averages()
-        if self.mode is not None and self.mode.evaluates:
-            self.mode.train(self.storage)
-            try:
-                return self.read()
-            finally:
-                self.mode.eval(self.storage)
-        self.placement.gather_weights()
-        weights = on_host(self.parameters)
-        gathered = self.spec.processes.gather(
-            [on_host(replica) for replica in self.replicas], "buffers"
-        )
-        self.publish()
-        optimizer = self.placement.read_optimizer()
-        averages = self.averages.by_parameter() if self.averages is not None else {}
-        schedule = self.spec.config.schedule
-        return TrainState(
-            weights,
-            [replica for several in gathered for replica in several],
-            optimizer,
-            self.spec.seed,
-            self.updates,
-            on_host({name: averages[p] for name, p in self.parameters.items() if p in averages}),
-            dataclasses.astuple(self.scaler.state) if self.scaler is not None else None,
-            schedule.state_dict() if schedule is not None else None,
-        )
+                afterwards.callback(self.swap_averages)
+            if self.mode is not None and self.mode.evaluates:
+                self.mode.train(self.storage)
+                afterwards.callback(self.mode.eval, self.storage)
+            self.placement.gather_weights()
+            weights = on_host(self.parameters)
+            gathered = self.spec.processes.gather(
+                [on_host(replica) for replica in self.replicas], "buffers"
+            )
+            self.publish()
+            optimizer = self.placement.read_optimizer()
+            averages = self.averages.by_parameter() if self.averages is not None else {}
+            schedule = self.spec.config.schedule
+            return TrainState(
+                weights,
+                [replica for several in gathered for replica in several],
+                optimizer,
+                self.spec.seed,
+                self.updates,
+                on_host({n: averages[p] for n, p in self.parameters.items() if p in averages}),
+                dataclasses.astuple(self.scaler.state) if self.scaler is not None else None,
+                schedule.state_dict() if schedule is not None else None,
+            )
 
     def write(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""
@@ -587,8 +581,7 @@ class TrainingState:
         state.write_to(self.parameters, {})
         with torch.no_grad():
             if not self.spec.processes.is_rank_zero:
-                names = {public_name(name): name for name in self.buffers}
-                first = {names[name]: value for name, value in state.buffers[0].items()}
+                first = {name: state.buffers[0][public_name(name)] for name in self.buffers}
                 put_back(self.buffers, first)
             begin = self.spec.plan.process * self.spec.plan.replicas
             for replica, buffers in enumerate(self.replicas, begin):

@@ -9,7 +9,6 @@ import platform
 import types
 import weakref
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Protocol
 
 import torch
@@ -195,7 +194,7 @@ OWNER = DeviceOwner()
 
 
 @contextlib.contextmanager
-def translate_errors(sdk: ModuleType, doing: str) -> Iterator[None]:
+def translate_errors(sdk: types.ModuleType, doing: str) -> Iterator[None]:
     """Raise what PopTorch raises in the block as an error of ours.
 
     Args:

@@ -20,6 +20,7 @@ from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.losses import Loss, LossFacts, LossTerm
 from ipufit.partition.recomputation import checkpoint_outputs
 from ipufit.tracing.fingerprint import StepModule
+from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import (
     ModuleWithLoss,
     OutputShape,
@@ -27,7 +28,7 @@ from ipufit.tracing.grad_step import (
     follow_stages,
     split_loss,
 )
-from ipufit.tracing.validate import refuse_rebinding, storages
+from ipufit.tracing.validate import public_name, rebound
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import trace_with
 from ipufit.utils.state import ValueSnapshot
@@ -147,14 +148,15 @@ class IpuStep(StepModule):
         batch = with_inputs_in(self.precision, batch)
         tensors_by_name = self.tensors()
         versions = {name: buffer._version for name, buffer in self.named_buffers()}
-        places = storages(tensors_by_name)
+        places = {name: storage_id(tensor) for name, tensor in tensors_by_name.items()}
         attributes = ValueSnapshot(self.owners())
         recompute = self._recompute if self.trains else ()
         checkpointed = checkpoint_outputs(self._sdk, self.net, recompute)
         borrowed = _in_place_of(self.original[0] if self.original else None, self.net)
         with collecting() as entries, trace_with(self._sdk), checkpointed, borrowed:
             outputs, term = self._call(batch, valid)
-        refuse_rebinding(self, tensors_by_name, places)
+        for error in rebound(self, tensors_by_name, places):
+            raise error
         # Noted here, since a PopTorch may put them back when it has traced.
         self.traced.attributes = attributes.changed()
         for change in attributes.written():
@@ -250,9 +252,8 @@ class IpuStep(StepModule):
             elif counts_batches(self, name):
                 counters[name] = times
             else:
-                public = name.partition(".")[2] if name.startswith("net.") else name
                 raise ConfigurationError(
-                    f"forward must not change {public!r} on an IPU, where a buffer of "
+                    f"forward must not change {public_name(name)!r} on an IPU, where a buffer of "
                     f"{str(buffer.dtype).replace('torch.', '')} is a constant. Make it a buffer of "
                     "float32, or use engine='embedded'."
                 )

@@ -15,7 +15,7 @@ from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
 from ipufit.engines.ipu.sdk import alone, translate_errors
 from ipufit.engines.ipu.size import Size, filled, padded, padding_needed, refuse_other_shapes
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
-from ipufit.errors import NAN_ADVICE, DataError, LossError, NonFiniteLossError
+from ipufit.errors import NAN_ADVICE, DataError, NonFiniteLossError
 from ipufit.optim.rules import rules_for
 from ipufit.optim.several import refuse_step_hooks
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
@@ -60,18 +60,13 @@ class PoptorchTrainingProgram(Program):
         self._spec = spec
         self._optimizer = spec.optimizer
         self._host = Host(spec)
-        if not self._host.trained:
-            raise LossError(
-                f"{type(spec.module).__name__} must have a trainable parameter, but no parameter "
-                "of the optimizer requires gradients any more. Unfreeze one with "
-                "requires_grad_(True); if it was frozen at compile or replaced since, call compile "
-                "again."
-            )
+        trained = list(self._host.trained)
+        self._host.whole.refuse_frozen(trained)
         # What torch's own step does, and no program would, here or on any engine.
         refuse_step_hooks(spec.optimizer)
         rules_for(spec.optimizer)
-        refuse_complex(list(self._host.trained), self._host.parameters)
-        refuse_shared_memory(self._host.parameters, self._host.buffers())
+        refuse_complex(trained, self._host.parameters)
+        refuse_shared_memory(self._host.whole, trained, all_move=True)
         check_precision(spec.config.precision, spec.module)
         warn_of_vanishing_eps(spec.optimizer)
         self._size = Size.of(spec.plan)

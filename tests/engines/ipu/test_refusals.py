@@ -30,6 +30,27 @@ def refused(error, text, net):
     assert str(caught.value) == text
 
 
+class Watching(nn.Module):
+    """Reads a weight through an attribute that looks into its memory on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 5)
+        self.view = self.head.weight.detach()
+
+    def forward(self, x):
+        return self.head(x.flatten(1)) + x.flatten(1) @ self.view.t()
+
+
+def test_an_attribute_that_looks_into_a_weight():
+    """A device would have the values from before training as a constant, in silence."""
+    text = (
+        "'view' of Watching shares memory with the parameter 'head.weight', but would not follow "
+        "it in training. Compute it in forward instead, such as self.layer.weight.detach()."
+    )
+    refused(ConfigurationError, text, Watching())
+
+
 def test_a_hook_and_a_conversion_after_compile():
     """Compile has seen neither, and the hook would not run."""
     net = MLP()
