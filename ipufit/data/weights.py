@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 from typing import Dict, Mapping, Optional, Sequence
 
 import torch
@@ -14,6 +13,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.data.in_memory import as_tensor
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
+from ipufit.utils.error_collector import whole_number
 
 _CHUNK = 1 << 20
 
@@ -148,7 +148,8 @@ class ClassWeights:
             )
         self.by_class: Dict[int, float] = {}
         for key, value in weights.items():
-            if isinstance(key, bool) or not hasattr(key, "__index__") or key < 0:
+            index = whole_number(key)
+            if index is None or index < 0:
                 raise ConfigurationError(
                     f"class_weight must have class indices from 0 as keys, got {key!r}. Count the "
                     "classes from 0, as in the target."
@@ -162,7 +163,7 @@ class ClassWeights:
                     f"class_weight[{key}] must be finite and not negative, got {value!r}. Use 0 to "
                     "leave a class out."
                 )
-            self.by_class[operator.index(key)] = float(value)
+            self.by_class[index] = float(value)
 
     def of(self, target: object, name: str, dtype: Optional[torch.dtype] = None) -> Tensor:
         """Look up a weight for every sample, in torch's default dtype or a wider one.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import operator
 from typing import AbstractSet, Any, Dict, Iterator, List, Sequence, Set, Tuple, Type, Union
 
 from torch import nn
@@ -17,6 +16,7 @@ from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.partition.cut_layers import has_placed_parts, ipus_with_parts
 from ipufit.partition.partition import AFTER, first_called, is_called
 from ipufit.partition.request import PartitionRequest, count_of
+from ipufit.utils.error_collector import whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,18 +333,17 @@ def _places(module: nn.Module, layers: Sequence[str]) -> str:
     return ", ".join(texts)
 
 
-def _whole_numbers(setting: object, argument: str) -> List[int]:
-    if isinstance(setting, (str, collections.abc.Mapping)) or not hasattr(setting, "__iter__"):
-        numbers: Sequence[Any] = ()
-    else:
-        numbers = list(setting)
-    good = all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= -1 for n in numbers)
-    if not numbers or not good:
+def _whole_numbers(setting: Any, argument: str) -> List[int]:
+    is_list = isinstance(setting, collections.abc.Iterable)
+    is_list = is_list and not isinstance(setting, (str, collections.abc.Mapping))
+    listed = list(setting) if is_list else []
+    numbers = [n for n in map(whole_number, listed) if n is not None and n >= -1]
+    if not numbers or len(numbers) < len(listed):
         raise PartitionError(
             f"{argument} must list a number of layers for every IPU, -1 for an even share of the "
             f"rest, got {setting!r}. Write for example {argument}=[2, 3, -1, -1]."
         )
-    return [operator.index(n) for n in numbers]
+    return numbers
 
 
 def share_out(

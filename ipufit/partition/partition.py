@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any, Container, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
 from ipufit.errors import PartitionError, UnknownNameError
-from ipufit.utils.error_collector import ErrorCollector
+from ipufit.utils.error_collector import ErrorCollector, whole_number
 
 # How the names of the blocks begin that ipufit begins itself.
 BLOCK = "ipufit "
@@ -254,16 +253,16 @@ def _placed(setting: Any, argument: str) -> Placed:
         PartitionError: it is something else.
     """
     is_pair = isinstance(setting, (tuple, list))
-    numbers = list(setting) if is_pair else [setting]
-    good = all(not isinstance(n, bool) and hasattr(n, "__index__") and n >= 0 for n in numbers)
-    if is_pair and not (good and len(numbers) == 2):
+    listed = setting if is_pair else [setting]
+    numbers = [n for n in map(whole_number, listed) if n is not None and n >= 0]
+    if is_pair and not len(numbers) == len(listed) == 2:
         raise PartitionError(
             f"{argument} as a pair must be the number of a stage and that of its IPU, both "
             f"from 0, got {setting!r}. Write for example (2, 0)."
         )
-    if not good:
+    if not numbers:
         raise PartitionError(f"{argument} must be the number of a stage, from 0, got {setting!r}.")
-    stage, *ipu = map(operator.index, numbers)
+    stage, *ipu = numbers
     return stage, ipu[0] if ipu else None
 
 

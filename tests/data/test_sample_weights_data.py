@@ -216,6 +216,7 @@ def test_class_weights_of_other_targets_are_refused(target, came):
         ({"cat": 1.0}, "class_weight must have class indices from 0 as keys, got 'cat'."),
         ({-1: 1.0}, "class_weight must have class indices from 0 as keys, got -1."),
         ({True: 1.0}, "class_weight must have class indices from 0 as keys, got True."),
+        ({torch.tensor(2.0): 1.0}, "class indices from 0 as keys, got tensor(2.)."),
         ({0: "much"}, "class_weight[0] must be a number, got 'much'. Write a float."),
         ({0: -1.0}, "class_weight[0] must be finite and not negative, got -1.0."),
         ({0: float("nan")}, "class_weight[0] must be finite and not negative, got nan."),

@@ -67,6 +67,11 @@ def message(error, **options):
             "stages['embed'] must be the number of a stage, from 0, got 1.5.",
         ),
         (
+            {"parallel": ipufit.Parallel(stages={"embed": torch.tensor(1.0)})},
+            PartitionError,
+            "stages['embed'] must be the number of a stage, from 0, got tensor(1.).",
+        ),
+        (
             {"parallel": ipufit.Parallel(stages={"embed": True})},
             PartitionError,
             "stages['embed'] must be the number of a stage, from 0, got True.",
@@ -108,6 +113,12 @@ def message(error, **options):
             PartitionError,
             "layers_per_ipu must list a number of layers for every IPU, -1 for an even share of "
             "the rest, got [1, -2]. Write for example layers_per_ipu=[2, 3, -1, -1].",
+        ),
+        (
+            {"parallel": ipufit.Parallel(layers_per_ipu=torch.tensor([1.0, 2.0]))},
+            PartitionError,
+            "layers_per_ipu must list a number of layers for every IPU, -1 for an even share of "
+            "the rest, got tensor([1., 2.]). Write for example layers_per_ipu=[2, 3, -1, -1].",
         ),
         (
             {"parallel": ipufit.Parallel(layers_per_ipu=3)},

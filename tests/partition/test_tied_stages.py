@@ -381,6 +381,11 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
             "0, got (2, 0, 1). Write for example (2, 0).",
         ),
         (
+            {"parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, torch.tensor(0.0))})},
+            "stages['head'] as a pair must be the number of a stage and that of its IPU, both from "
+            "0, got (2, tensor(0.)). Write for example (2, 0).",
+        ),
+        (
             {"parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, -1)})},
             "stages['head'] as a pair must be the number of a stage and that of its IPU, both from "
             "0, got (2, -1). Write for example (2, 0).",
