@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
@@ -92,6 +91,11 @@ def _text(values: Mapping[str, object]) -> str:
     cells = {n: f"{v:.4g}" if isinstance(v, float) else str(v) for n, v in values.items()}
     # Of a large tensor, the first numbers in one line.
     return ", ".join(f"{name}={textwrap.shorten(cell, 60)}" for name, cell in cells.items())
+
+
+def _short(value: object) -> str:
+    """Show the beginning of settings, which may be large tensors, in one line."""
+    return textwrap.shorten(repr(value), 120)
 
 
 def fit_many(
@@ -248,7 +252,7 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
     if not settings or not all(isinstance(setting, Mapping) for setting in settings):
         raise ConfigurationError(
             "grid must be a list of settings, such as [{'lr': 0.1}, {'lr': 0.01}], or a dict of "
-            f"lists, such as {{'lr': [0.1, 0.01]}}, with at least one setting, got {grid!r}."
+            f"lists, such as {{'lr': [0.1, 0.01]}}, with at least one setting, got {_short(grid)}."
         )
     if not callable(build):
         raise ConfigurationError(
@@ -279,7 +283,7 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
         if not isinstance(model, Model):
             raise ConfigurationError(
                 f"build must return a compiled ipufit.Model, got {type(model).__name__} for "
-                f"{dict(setting)}. Make the model, call its compile, and return it."
+                f"{_short(dict(setting))}. Make the model, call its compile, and return it."
             )
         session = model._compiled("fit_many")
         fixed = session.fixed.seed_or(of_setting)
@@ -290,8 +294,8 @@ def _results(build: Callable[..., Model], grid: object, seed: Optional[int]) -> 
             if owner is not result:
                 raise ConfigurationError(
                     "build must make a net of its own for each setting, but those of "
-                    f"{owner.setting} and {result.setting} have parameters in common. Make the net "
-                    "inside of build."
+                    f"{_short(owner.setting)} and {_short(result.setting)} have parameters in "
+                    "common. Make the net inside of build."
                 )
     return results
 
@@ -350,7 +354,7 @@ class _Group:
         self._stacked = StackedModels([result.model for result in results], are_shuffled)
         self._session = self._stacked.model._compiled("fit_many")
         options["seed"] = Seeds.of([result.seed for result in results])
-        self._request = functools.partial(FitRequest, data, **options)
+        self._data, self._options = data, options
         try:
             _stop_before_training(self._fit)
         except Exception as error:
@@ -369,7 +373,8 @@ class _Group:
             raise UnstackableError(f"as one, they fail with {brief_error(error)}") from error
 
     def _fit(self, callbacks: Sequence[Callback]) -> None:
-        fit.fit(self._stacked.model, self._session, self._request(callbacks=callbacks))
+        request = FitRequest(self._data, callbacks=callbacks, **self._options)
+        fit.fit(self._stacked.model, self._session, request)
 
     def _show(self, epoch: int, logs: Mapping[str, float]) -> None:
         name = "val_loss" if "val_loss" in logs else "loss"

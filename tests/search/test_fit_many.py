@@ -854,6 +854,26 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("name", ["a grid of tensors", "no model", "one net for all"])
+def test_errors_show_the_beginning_of_large_settings(name):
+    """They printed hundreds of lines of a tensor, and what to do behind them."""
+    x, y = data(8)
+    weights, net = torch.rand(900), MLP().double()
+    grid = [{"lr": 0.1, "weights": weights}, {"lr": 0.2, "weights": weights}]
+    makes = {
+        "no model": lambda lr, weights: None,
+        "one net for all": lambda lr, weights: on(net, lr),
+    }
+    arguments = makes.get(name, build), [weights] if name == "a grid of tensors" else grid
+    with pytest.raises(ConfigurationError) as raised:
+        ipufit.fit_many(*arguments, x, y, seed=0, verbose=0)
+    text = str(raised.value)
+    assert "tensor([" in text
+    assert "[...]" in text
+    assert "\n" not in text
+    assert len(text) < 500
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_can_not_work_are_refused_before_training(name):
     """With what was expected, what came, and what to do."""
