@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import math
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
 import torch
@@ -29,6 +27,7 @@ from ipufit.lightning_module.steps import Steps, acting_as, steps_of
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetError
 from ipufit.losses.loss import WHOLE_BATCH
 from ipufit.metrics.metric_set import MetricSet
+from ipufit.optim.several import index_of_group
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.training.compile import pair_of_options
 from ipufit.training.model import CallOptions, Evaluated, Model, StepsModel, check_device
@@ -177,12 +176,8 @@ class LightningModel(StepsModel):
             )
         optimizers = configure_manual(self.lightning, facts)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        groups = [
-            [p for group in each.param_groups for p in group["params"]] for each in optimizers
-        ]
-        by_optimizer = tuple(
-            tuple(names[id(p)] for p in group if id(p) in names) for group in groups
-        )
+        owned = map(index_of_group, optimizers)
+        by_optimizer = tuple(tuple(names[p] for p in each if p in names) for each in owned)
         losses = ManualLosses("training_step", in_module="whole", names=by_optimizer)
         return (optimizers if len(optimizers) > 1 else optimizers[0]), losses
 
@@ -285,10 +280,11 @@ class LightningModel(StepsModel):
     def _in_role(self, pieces: Iterator[object]) -> Iterator[object]:
         while True:
             with acting_as(self.module, "predict"):
-                piece = list(itertools.islice(pieces, 1))
-            if not piece:
-                return
-            yield piece.pop()
+                try:
+                    piece = next(pieces)
+                except StopIteration:
+                    return
+            yield piece
 
     def predict_on_batch(self, x: object) -> Any:
         """Return the result of ``predict_step`` for one batch."""
@@ -387,7 +383,7 @@ class LightningModel(StepsModel):
                 batches = len(data)
             except TypeError:
                 return counts
-            updates = math.ceil(batches / (accumulation * (options.get("ipus") or 1)))
+            updates = -(-batches // (accumulation * (options.get("ipus") or 1)))
             counts["num_training_batches"] = batches
             counts["estimated_stepping_batches"] = updates * int(epochs)
         return counts

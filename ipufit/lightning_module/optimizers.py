@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, List, Mapping, Optional, Tuple, Union
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.inspection import overrides
@@ -141,7 +140,7 @@ def _schedule(returned: object, monitor: Optional[str]) -> Union[AtEpochEnd, Eve
         )
     config = {"interval": "epoch", "frequency": 1, "monitor": monitor, **settings}
     scheduler, frequency = config["scheduler"], config["frequency"]
-    watches = isinstance(scheduler, ReduceLROnPlateau)
+    watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     _check(config, watches)
     if watches:
         return AtEpochEnd(scheduler, config["monitor"], frequency)

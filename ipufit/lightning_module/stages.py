@@ -16,6 +16,8 @@ from ipufit.lightning_module.inspection import is_data_module, overrides, refuse
 from ipufit.lightning_module.logging import attached, hook_log, no_log
 from ipufit.lightning_module.module_metrics import ModuleMetrics
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy
+from ipufit.optim.schedules.schedule import TorchSchedule
+from ipufit.optim.several import members_of
 from ipufit.processes import current
 
 _LOADERS = {
@@ -142,11 +144,10 @@ def set_up(module: nn.Module, loaders: Loaders, stage: str, facts: object) -> It
     """
     owners: List[Any] = [module] if loaders.owner in (None, module) else [loaders.owner, module]
 
-    def prepare() -> Optional[bool]:
+    def prepare() -> None:
         for owner in owners:
             if hasattr(owner, "prepare_data"):
                 owner.prepare_data()
-        return None
 
     try:
         with attached(module, facts, no_log("setup")):
@@ -198,7 +199,7 @@ class ModuleHooks(Callback):
             {
                 **facts,
                 "current_epoch": lambda: self._epoch,
-                "global_step": lambda: self._updates(),
+                "global_step": lambda: self.model._session.present_updates,
                 "callback_metrics": lambda: _as_tensors(self._seen),
                 "training": lambda: self._training and not self._validating,
                 "validating": lambda: self._validating and stage == "validation",
@@ -210,6 +211,7 @@ class ModuleHooks(Callback):
                 "world_size": lambda: self._process().num_processes,
                 "lightning_module": module,
                 "should_stop": lambda: bool(self.model.stop_training),
+                "optimizers": self._optimizers,
             },
             setters={"should_stop": self._stop},
         )
@@ -217,13 +219,19 @@ class ModuleHooks(Callback):
     def _stop(self, value: object) -> None:
         self.model.stop_training = bool(value)
 
+    def _optimizers(self) -> List[torch.optim.Optimizer]:
+        return [*filter(None, members_of(self.model.optimizer).values())]
+
+    def _one_or_all(self, use_pl_optimizer: bool = True) -> object:
+        optimizers = self._optimizers()
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def _scheduler(self) -> object:
+        schedule = self.model._session.config.schedule
+        return schedule.scheduler if isinstance(schedule, TorchSchedule) else None
+
     def _process(self) -> Any:
         return self.model._session.processes
-
-    def _updates(self) -> int:
-        session = self.model._session
-        program = session._training
-        return int(session.updates if program is None else program.updates)
 
     def _call(
         self, names: Iterable[str], role: str = "train", values: Optional[Dict[str, float]] = None
@@ -231,10 +239,11 @@ class ModuleHooks(Callback):
         """Call those of these hooks that exist; at the end of an epoch, with its values."""
         processes = None if values is None else self._process()
         log = None if values is None else hook_log(values, self._metrics.computed)
+        methods = {"optimizers": self._one_or_all, "lr_schedulers": self._scheduler}
         for name in names:
             if overrides(self._module, name):
                 shown = self._metrics.shown(role, processes)
-                with shown, attached(self._module, self._facts, log or no_log(name)):
+                with shown, attached(self._module, self._facts, log or no_log(name), methods):
                     getattr(self._module, name)()
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:

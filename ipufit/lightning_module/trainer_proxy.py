@@ -136,8 +136,7 @@ class FitTrainerProxy:
         fitting: bool = True,
         setters: Optional[Mapping[str, Callable[[object], None]]] = None,
     ) -> None:
-        state = {"_known": dict(facts), "_fitting": fitting, "_setters": dict(setters or {})}
-        vars(self).update(state)
+        vars(self).update(_known=dict(facts), _fitting=fitting, _setters=dict(setters or {}))
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self._setters:

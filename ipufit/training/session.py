@@ -147,12 +147,15 @@ class Session:
             self._seed = draw_seed() if fixed is None else fixed
         return self._seed
 
+    @property
+    def present_updates(self) -> int:
+        """Weight updates done since ``compile``, also by a program that still trains."""
+        return self.updates if self._training is None else self._training.updates
+
     def weights_version(self) -> object:
         """Another value after any change of the parameters, by whomever."""
-        program = self._training
-        updates = self.updates if program is None else program.updates
         in_place = [version_of(parameter) for parameter in self.module.parameters()]
-        return updates, program, self._runs, self._swaps, in_place
+        return self.present_updates, self._training, self._runs, self._swaps, in_place
 
     def swap_averages(self) -> None:
         """Exchange weights and their moving averages.

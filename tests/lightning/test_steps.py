@@ -187,6 +187,87 @@ def test_hooks_see_the_run_and_can_end_it():
     assert history.epoch == [0, 1]
 
 
+def momentum_and_steps(parameters):
+    """Descent whose rate is halved after every epoch."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return [optimizer], [lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Reads(Classifier):
+    """Looks at optimizer, state and schedule before and after every epoch."""
+
+    def look(self):
+        optimizer = self.optimizers()
+        assert self.trainer.optimizers[0].param_groups is optimizer.param_groups
+        state = [each["momentum_buffer"] for each in optimizer.state.values()]
+        size = sum(float(each.abs().sum()) for each in state)
+        self.seen.append((optimizer.param_groups[0]["lr"], size))
+        self.seen.append(tuple(self.lr_schedulers().get_last_lr()))
+
+    def on_train_epoch_start(self):
+        self.seen = getattr(self, "seen", [])
+        self.look()
+
+    on_train_epoch_end = look
+
+
+class Writes(Classifier):
+    """Changes settings, also of groups, after the first epoch."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.optimizers(use_pl_optimizer=False).param_groups[0]["momentum"] = 0.5
+            for group in self.trainer.optimizers[0].param_groups:
+                group["weight_decay"] = 0.01
+
+
+class Unfreezes(Classifier):
+    """Trains its first layer from the second epoch on, as a finetuning callback has it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+            group = {"params": list(self.net[0].parameters()), "lr": 0.05}
+            self.optimizers().add_param_group(group)
+
+
+@pytest.mark.parametrize("kind", [Reads, Writes, Unfreezes])
+def test_hooks_reach_optimizer_and_schedule(kind):
+    """What they read is what Lightning shows there, and what they change counts as there."""
+    one, two = kind(momentum_and_steps), kind(momentum_and_steps)
+    by_lightning(one, "fit", BATCHES, max_epochs=3)
+    ipufit_of(two).fit(BATCHES, epochs=3, verbose=0)
+    assert largest_difference(one, two) < 1e-12
+    assert getattr(two, "seen", []) == [
+        pytest.approx(each, rel=1e-9) for each in getattr(one, "seen", [])
+    ]
+
+
+def test_hooks_see_what_there_is_no_optimizer_or_scheduler_of():
+    """As in Lightning: no optimizer where nothing is trained, no scheduler where there is none."""
+    seen = []
+
+    class Net(Classifier):
+        def on_validation_start(self):
+            seen.append((self.optimizers(), self.trainer.optimizers))
+
+        def on_train_start(self):
+            seen.append(self.lr_schedulers())
+
+    ipufit_of(Net()).fit(BATCHES, verbose=0)
+    model = ipufit_of(Net())
+    model.compile_to_infer()
+    model.evaluate(BATCHES, verbose=0)
+    assert seen == [None, ([], [])]
+
+
 def with_method(name, method):
     """An object of a class that overrides one method."""
     return type("Net", (Classifier,), {name: method})()

@@ -424,6 +424,9 @@ class TorchSchedule(Schedule):
         per_update: whether it steps after every update, or at epoch ends.
         monitor: name of the value to watch; None is "val_loss" if there is a validation, else
             "loss".
+
+    Attributes:
+        scheduler: as passed.
     """
 
     def __init__(
@@ -434,39 +437,39 @@ class TorchSchedule(Schedule):
         monitor: Optional[str] = None,
     ) -> None:
         super().__init__(optimizer, per_update)
-        self._scheduler: Any = scheduler
+        self.scheduler: Any = scheduler
         self._monitor = monitor
 
     @property
     def name(self) -> str:
         """Class name of the scheduler."""
-        return type(self._scheduler).__name__
+        return type(self.scheduler).__name__
 
     @property
     def configuration(self) -> Dict[str, object]:
         """The attributes of the scheduler and of those it is made of, but for counters."""
         attributes = [
             {name: value for name, value in vars(each).items() if _is_configuration(name)}
-            for each in parts(self._scheduler)
+            for each in parts(self.scheduler)
         ]
         return {**super().configuration, "monitor": self._monitor, "parts": attributes}
 
     @property
     def follows_values(self) -> bool:
         """Say whether one of the schedulers waits for a value to stop getting better."""
-        return any(isinstance(each, lrs.ReduceLROnPlateau) for each in parts(self._scheduler))
+        return any(isinstance(each, lrs.ReduceLROnPlateau) for each in parts(self.scheduler))
 
     def _before_row(self) -> None:
-        if self._per_update and any(isinstance(p, _OVERWRITING) for p in parts(self._scheduler)):
-            groups = self._scheduler.optimizer.param_groups
-            for index, last in enumerate(self._scheduler.get_last_lr()):
+        if self._per_update and any(isinstance(p, _OVERWRITING) for p in parts(self.scheduler)):
+            groups = self.scheduler.optimizer.param_groups
+            for index, last in enumerate(self.scheduler.get_last_lr()):
                 self._refuse_change("lr", float(last), float(groups[index]["lr"]), index)
 
     def _advance(self) -> None:
-        self._scheduler.step()
+        self.scheduler.step()
 
     def _at_epoch_end(self, logs: Mapping[str, float]) -> Callable[[], None]:
-        if not isinstance(self._scheduler, lrs.ReduceLROnPlateau):
+        if not isinstance(self.scheduler, lrs.ReduceLROnPlateau):
             return self._advance
         monitor = self._monitor or ("val_loss" if "val_loss" in logs else "loss")
         if monitor not in logs:
@@ -474,10 +477,10 @@ class TorchSchedule(Schedule):
                 f"ReduceLROnPlateau must monitor a value of the epoch, got monitor={monitor!r}. "
                 f"There is {', '.join(logs) or 'none'}."
             )
-        return functools.partial(self._scheduler.step, logs[monitor])
+        return functools.partial(self.scheduler.step, logs[monitor])
 
     def _keep(self) -> Callable[[], None]:
-        attributes = [(owner, _copied(vars(owner))) for owner in _owners(self._scheduler)]
+        attributes = [(owner, _copied(vars(owner))) for owner in _owners(self.scheduler)]
 
         def restore() -> None:
             for owner, values in attributes:
@@ -487,12 +490,12 @@ class TorchSchedule(Schedule):
         return restore
 
     def _own_state(self) -> object:
-        return _without_functions(_copied(self._scheduler.state_dict()))
+        return _without_functions(_copied(self.scheduler.state_dict()))
 
     def _load_own(self, state: object) -> None:
-        live = [vars(part) for part in parts(self._scheduler)]
+        live = [vars(part) for part in parts(self.scheduler)]
         counters = [{k: v for k, v in one.items() if isinstance(v, dict)} for one in live]
-        self._scheduler.load_state_dict(copy.deepcopy(state))
+        self.scheduler.load_state_dict(copy.deepcopy(state))
         for one, before in zip(live, counters):
             for key, counter in before.items():
                 # JSON has strings for keys where MultiStepLR has milestones.
