@@ -270,10 +270,10 @@ class ValueSnapshot:
             for name, value in names.items():
                 if isinstance(value, Tensor):
                     self._keep(f"{title}.{name}", value, is_told)
-                elif name in MEMBERS:
-                    # What is done to parameters, buffers and modules is not told.
-                    self._add(title, value, 0, has_names=True, is_whole=True)
-                elif type(value) in _CONTAINERS and name not in _OF_TORCH:
+                elif name in _OF_TORCH and type(value) in _CONTAINERS:
+                    # What is done to parameters, buffers, modules and hooks is not told.
+                    self._add(title, value, 0, has_names=name in MEMBERS, is_whole=True)
+                elif type(value) in _CONTAINERS:
                     named = f"{title}.{name}"
                     self._add(named, value, _DEPTH - 1, is_whole=True, is_told=is_told)
         for title, _, _, value in places:

@@ -511,6 +511,32 @@ def test_a_recording_leaves_no_trace_in_the_module(engine):
     assert_clean(model)
 
 
+class HooksOnce(Net):
+    """Hooks its layer in the first forward, to count its calls in each, as transformers does."""
+
+    is_hooked = False
+
+    def forward(self, x):
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.head.register_forward_hook(lambda *_: self.outputs.append(1))
+        self.outputs = []
+        return super().forward(x) + len(self.outputs)
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.filterwarnings("ignore:forward sets HooksOnce")
+def test_a_recording_leaves_no_hook_that_forward_registers():
+    """Hooks that stay, where the note of them does not, run twice in the next recording."""
+    model = compiled(HooksOnce())
+    fit(model)
+    data = loader()
+    predicted = model.predict(data, verbose=0)
+    net = model.module
+    assert not net.head._forward_hooks
+    torch.testing.assert_close(predicted, net.eval()(torch.cat([x for x, _ in data])).detach())
+
+
 class Fills(Net):
     """Puts tensors into containers that it has: some grow, some do not; one name is private."""
 
