@@ -299,11 +299,11 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
         tensor = args[0] if func is _DEVICE else None
         if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
             return tensor.fake_device
-        if _Restored.generator and draws(func, args, kwargs or {}):
+        if _Reset.generator and draws(func, args, kwargs or {}):
             raise capture_error(
-                "random numbers were drawn again after the generator was reset, as "
-                "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
-                "Move the dropout out of the checkpointed function.",
+                "random numbers were drawn after the generator was reset, as torch.manual_seed "
+                "does, and torch.utils.checkpoint for dropout, but a recording would draw new ones",
+                "Leave out the seed, or move the dropout out of the checkpointed function.",
                 user_frame(sys._getframe()),
             )
         if func is _RANDOM_BETWEEN and args[2] is not None:
@@ -348,21 +348,20 @@ def recordable(rewrites: bool = True) -> Iterator[None]:
         yield
 
 
-class _Restored:
-    """Watches for a generator that is set back after the recording has begun.
+class _Reset:
+    """Watches for a generator that is set back, or seeded, after the recording has begun.
 
-    torch.utils.checkpoint repeats random numbers in this way. A recording would draw new ones
-    instead: another mask in the backward pass.
+    torch.utils.checkpoint and reversible layers repeat random numbers in this way. A recording
+    would draw new ones instead: another mask in the backward pass.
     """
 
     generator = False
-    set_state = staticmethod(torch.set_rng_state)
 
     @classmethod
-    def notice(cls, new_state: Tensor) -> None:
-        """Set the generator back."""
+    def notice(cls, function: Callable[..., object], value: object) -> object:
+        """Set the generator by a function of torch's, and note it."""
         cls.generator = True
-        cls.set_state(new_state)
+        return function(value)
 
 
 def capture(
@@ -398,8 +397,9 @@ def capture(
         layers = whole_recurrent_layers() if whole_layers else contextlib.nullcontext()
         ways = recordable(rewrites)
         watched = replaced(
-            (_Restored, "generator", False),
-            (torch, "set_rng_state", _Restored.notice),
+            (_Reset, "generator", False),
+            (torch, "set_rng_state", lambda now: _Reset.notice(torch.random.set_rng_state, now)),
+            (torch, "manual_seed", lambda seed: _Reset.notice(torch.random.manual_seed, seed)),
             # New versions of torch log a line for every error on a fake tensor.
             (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
         )

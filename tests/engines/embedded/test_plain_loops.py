@@ -650,6 +650,45 @@ def test_what_cannot_be_recorded_runs_itself_and_says_so_once(capsys):
     assert_same(net, by_hand(twin))
 
 
+class Recomputed(torch.autograd.Function):
+    """Dropout that the backward pass draws again, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        torch.manual_seed(5)
+        return nn.functional.dropout(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        torch.manual_seed(5)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(nn.functional.dropout(x), x, gradient)
+
+
+class Reversible(Net):
+    """Has a layer whose masks a seed in forward fixes."""
+
+    def between(self, x):
+        return Recomputed.apply(x)
+
+
+@runs_eagerly
+def test_a_seed_in_forward_fixes_what_follows_it():
+    """A recording would draw another mask in the backward pass, and so a wrong gradient."""
+    torch.manual_seed(0)
+    net = Reversible()
+    twin = copy.deepcopy(net)
+    match = "random numbers were drawn after the generator was reset, as torch.manual_seed does"
+    with pytest.warns(UserWarning, match=match):
+        fitted(net, compiling=())
+    assert_same(net, by_hand(twin))
+    with pytest.raises(CaptureError, match=match):
+        fitted(net, compiling=[("jit", "graph")])
+
+
 @runs_eagerly
 @pytest.mark.parametrize("jit", ["graph", "kernels"])
 def test_other_ways_stay_strict(jit):
