@@ -418,6 +418,45 @@ def test_what_goes_by_the_layout_keeps_it(kind):
     torch.testing.assert_close(told.history["loss"], history.history["loss"], rtol=1e-5, atol=0)
 
 
+class Transposed(nn.Module):
+    """Calls a layer with its channels in dimension 1, as batch norm of sequences is called."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(6, 6), layer, nn.Linear(6, 5)
+        self.double()
+
+    def forward(self, x):
+        hidden = self.layer(self.first(x.view(len(x), -1, 6)).transpose(1, 2))
+        return self.head(hidden.transpose(1, 2)).mean(1)
+
+
+class Smooth(nn.Module):
+    """A loss within the module, whose gradient torch expects in another layout than it has."""
+
+    def forward(self, x):
+        return F.smooth_l1_loss(x, torch.ones(x.shape, dtype=x.dtype), reduction="none")
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(6), nn.LogSigmoid(), Smooth()], ids=repr)
+def test_kernels_that_keep_to_no_expected_layout_train(layer):
+    """Fake tensors have the strides that torch expects; what is a view of these may be a copy."""
+    torch.manual_seed(0)
+    net = Transposed(layer)
+    twin, (x, y) = copy.deepcopy(net), data(8)
+    x = torch.randn(8, 30, dtype=torch.float64)
+    model = ipufit.Model(net, engine="embedded")
+    model.compile(torch.optim.SGD(net.parameters(), lr=0.1), "cross_entropy", jit="graph")
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for rows in (slice(4), slice(4, 8)) * 2:
+        optimizer.zero_grad()
+        F.cross_entropy(twin(x[rows]), y[rows]).backward()
+        optimizer.step()
+    for one, other in zip(net.state_dict().values(), twin.state_dict().values()):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def test_short_calls_are_the_same_operators():
     """Each function calls the operator that it stands for, and no other."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -145,7 +145,9 @@ SHORT: Dict[object, Callable[..., object]] = {
     _aten.transpose.int: torch.transpose,
     _aten.unbind.int: torch.unbind,
     _aten.unsqueeze.default: torch.unsqueeze,
-    _aten.view.default: torch.Tensor.view,
+    # Some kernels return another layout than torch expects in a recording, as batch_norm does of
+    # what is transposed: what could be a view there has to be a copy then.
+    _aten.view.default: torch.Tensor.reshape,
     recurrent.FORWARD: recurrent.run_forward,
     recurrent.BACKWARD: recurrent.run_backward,
 }
