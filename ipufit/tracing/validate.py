@@ -364,7 +364,7 @@ def refuse_shared_memory(step: nn.Module, trained: Sequence[str], all_move: bool
     """
     by_storage: Dict[int, List[Tuple[int, int, str, Tensor]]] = {}
     for name, tensor in (*step.named_parameters(), *step.named_buffers()):
-        if tensor.numel() and not tensor.is_sparse:
+        if tensor.numel() and tensor.layout is torch.strided:
             key = tensor.untyped_storage().data_ptr()
             by_storage.setdefault(key, []).append((*extent(tensor), name, tensor))
     for places in by_storage.values():

@@ -135,6 +135,7 @@ class EngineContext(Engine):
                 micro.with_gradient, micro.blocks = tuple(bound), layout(bound)
             return self._try_eagerly(micro, arguments, device_of(spec.module))
         refuse_unrecordable(spec.module, example)
+        layouts = [t.stride() if t.layout is torch.strided else t.layout for t in arguments]
         key: Tuple[object, ...] = (
             fingerprint(step)[0],
             spec.mode,
@@ -144,7 +145,8 @@ class EngineContext(Engine):
             example.structure,
             tuple(trained),
             tuple(block.names for block in layout(trained)) if layout else (),
-            tuple((t.shape, t.dtype, t.device, t.stride()) for t in (*state, *example.leaves)),
+            tuple((t.shape, t.dtype, t.device) for t in arguments),
+            tuple(layouts),
             tuple(parameter.requires_grad for parameter in step.parameters()),
             (config.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),

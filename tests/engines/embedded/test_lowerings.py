@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.embedded.inductor import requirements
 from ipufit.engines.embedded.passes import cpu_kernels, simplify, small_convolutions
 from ipufit.engines.embedded.passes.simplify import SHORT, fuse_concats
 from ipufit.tracing.capture import capture
@@ -455,6 +456,45 @@ def test_kernels_that_keep_to_no_expected_layout_train(layer):
         optimizer.step()
     for one, other in zip(net.state_dict().values(), twin.state_dict().values()):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+compiles = pytest.mark.skipif(requirements.loader() is None, reason="needs a torch that compiles")
+fakes_rows = pytest.mark.skipif(
+    torch.__version__ < "2.6", reason="this torch has no fake tensors of this layout"
+)
+
+
+class Neighbours(nn.Module):
+    """Means over the neighbours of a graph, which a sparse buffer has."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.register_buffer("adjacency", getattr(torch.eye(4).roll(1, 0), layout)())
+        self.first, self.head = nn.Linear(12, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        hidden = torch.sparse.mm(self.adjacency, self.first(x.flatten(1)))
+        return self.head(hidden.relu())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("jit", ["graph", "kernels", pytest.param("inductor", marks=compiles)])
+@pytest.mark.parametrize("layout", ["to_sparse", pytest.param("to_sparse_csr", marks=fakes_rows)])
+def test_sparse_buffers_of_any_layout_train(layout, jit, capsys):
+    """Those in rows have neither memory of one kind nor strides."""
+    weights, (x, y) = [], data(8)
+    for sparse in (layout, "to_dense"):
+        torch.manual_seed(0)
+        model = ipufit.Model(Neighbours(sparse), engine="embedded")
+        model.compile("sgd", "cross_entropy", jit=jit if sparse == layout else "graph")
+        model.fit(x.float(), y, batch_size=4, epochs=2, seed=0, verbose=0)
+        weights.append([*model.module.parameters()])
+        if sparse == layout:
+            model.explain(x.float(), batch_size=4)
+    for one, other in zip(*weights):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    said = "Updates run as recorded, not compiled: it computes with sparse tensors."
+    assert (said in capsys.readouterr().out) == (jit == "inductor")
 
 
 def test_short_calls_are_the_same_operators():

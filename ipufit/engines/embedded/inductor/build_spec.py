@@ -153,6 +153,8 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
                 )
             if value.is_complex():
                 raise UncompilableError("it computes with complex numbers")
+            if value.layout is not torch.strided:
+                raise UncompilableError("it computes with sparse tensors")
             if value.dtype in _HALF and torch.__version__ < _ROUNDS_HALF:
                 raise UncompilableError("it computes in half precision, which needs torch 2.13")
 

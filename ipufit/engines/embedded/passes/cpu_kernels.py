@@ -15,7 +15,7 @@ from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.passes.simplify import Flow, elements, value_of
+from ipufit.engines.embedded.passes.simplify import VIEWS, Flow, elements, value_of
 from ipufit.engines.embedded.timing import fastest
 from ipufit.tracing.interpreter import OperatorCall
 from ipufit.utils import tree
@@ -40,8 +40,6 @@ _PICTURES: Dict[object, Tuple[int, ...]] = {
     _aten.avg_pool2d.default: (0,),
     _aten.avg_pool2d_backward.default: (0, 1),
 }
-
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 # With no more elements in all the time is that of the calls.
 _SMALLEST_PICTURE = 2**17
@@ -150,7 +148,7 @@ def _allows_strides(node: fx.Node, flow: Flow, dims: int) -> bool:
     """
     if node.op != "call_function":
         return True
-    if node.target in _VIEWS and not flow.is_given(node) and flow.is_written_after(node):
+    if node.target in VIEWS and not flow.is_given(node) and flow.is_written_after(node):
         return False
     value = value_of(node)
     # Random numbers come in the order of memory.
@@ -163,7 +161,7 @@ def _allows_strides(node: fx.Node, flow: Flow, dims: int) -> bool:
 def _copy_in_views(nodes: Iterable[fx.Node]) -> None:
     """Let views of what has other strides than recorded copy where they must."""
     for node in nodes:
-        if node.target in _VIEWS:
+        if node.target in VIEWS:
             node.target = _aten.reshape.default
 
 
@@ -266,7 +264,7 @@ def _relu_alone(node: fx.Node) -> Optional[fx.Node]:
         (node,) = node.users
         if node.target is _aten.relu.default:
             return node
-        if node.target not in _VIEWS:
+        if node.target not in VIEWS:
             return None
     return None
 

@@ -18,9 +18,9 @@ from ipufit.utils.malloc_policy import reused_empty
 
 
 def value_of(node: object) -> Optional[Tensor]:
-    """The tensor without data that a node stands for; None where it is none."""
+    """The tensor without data that a node stands for; None where it is none, or a sparse one."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
 def elements(nodes: Sequence[object]) -> int:
@@ -244,13 +244,13 @@ def _parts(node: fx.Node, flow: Flow) -> List[_Part]:
 
 
 # What a flat tensor may be of another one.
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 
 
 def _source_of(part: fx.Node, flow: Flow) -> Optional[fx.Node]:
     """The tensor that this is a view of, if it need not wait for what it is joined with."""
     node = part
-    while node.target in _VIEWS and len(node.users) == 1:
+    while node.target in VIEWS and len(node.users) == 1:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source
@@ -318,7 +318,7 @@ def _redirect(graph: fx.Graph, source: fx.Node, whole: fx.Node, begin: int) -> N
 
 def _drop_views(graph: fx.Graph, node: fx.Node) -> None:
     """Remove what is left of a product that writes elsewhere now."""
-    while not node.users and node.target in (*_VIEWS, _aten.mm.default):
+    while not node.users and node.target in (*VIEWS, _aten.mm.default):
         source = node.args[0]
         graph.erase_node(node)
         if not isinstance(source, fx.Node):

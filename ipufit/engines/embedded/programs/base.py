@@ -57,11 +57,8 @@ class BaseProgram(Program):
 
     def _recorded(self, batch: MicroBatch, turn: int = 0) -> TracedStep:
         # The module itself, run eagerly, takes all shapes and dtypes.
-        tensors = [
-            (leaf.shape, leaf.dtype, leaf.stride())
-            for leaf in (() if self.recordings is None else batch.leaves)
-            if isinstance(leaf, Tensor)
-        ]
+        leaves = () if self.recordings is None else batch.leaves
+        tensors = [(t.shape, t.dtype, t.stride()) for t in leaves if isinstance(t, Tensor)]
         form = batch.structure, tuple(tensors)
         if (form, turn) not in self._by_form:
             record = functools.partial(self._record_form, form, batch.to(self._device), turn)
