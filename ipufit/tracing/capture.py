@@ -358,10 +358,14 @@ class _Reset:
     generator = False
 
     @classmethod
-    def notice(cls, function: Callable[..., object], value: object) -> object:
-        """Set the generator by a function of torch's, and note it."""
-        cls.generator = True
-        return function(value)
+    def noticed(cls, function: Callable[..., object]) -> Callable[..., object]:
+        """Wrap a function of torch's that sets the generator, so that it is noted."""
+
+        def call(*args: object, **kwargs: object) -> object:
+            cls.generator = True
+            return function(*args, **kwargs)
+
+        return call
 
 
 def capture(
@@ -398,8 +402,8 @@ def capture(
         ways = recordable(rewrites)
         watched = replaced(
             (_Reset, "generator", False),
-            (torch, "set_rng_state", lambda now: _Reset.notice(torch.random.set_rng_state, now)),
-            (torch, "manual_seed", lambda seed: _Reset.notice(torch.random.manual_seed, seed)),
+            (torch, "set_rng_state", _Reset.noticed(torch.set_rng_state)),
+            (torch, "manual_seed", _Reset.noticed(torch.manual_seed)),
             # New versions of torch log a line for every error on a fake tensor.
             (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
         )

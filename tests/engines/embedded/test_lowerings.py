@@ -497,6 +497,25 @@ def test_sparse_buffers_of_any_layout_train(layout, jit, capsys):
     assert (said in capsys.readouterr().out) == (jit == "inductor")
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_is_written_through_a_view_is_no_copy(is_written):
+    """Whatever layout its source has by then; what is only read may be one."""
+
+    def function(x):
+        whole = x + 1
+        flat = whole.view(-1)
+        if is_written:
+            flat.mul_(2)
+        return [whole, flat.exp()]
+
+    graph = capture(function, [torch.ones(2, 3)])
+    simplify.call_directly(graph.graph)
+    view = torch.ops.aten.view.default if is_written else torch.Tensor.reshape
+    assert [n.target for n in graph.graph.nodes if n.target in (*simplify.VIEWS, view)] == [view]
+    graph.recompile()
+    assert all(map(torch.equal, graph(torch.ones(2, 3)), function(torch.ones(2, 3))))
+
+
 def test_short_calls_are_the_same_operators():
     """Each function calls the operator that it stands for, and no other."""
     from torch.utils._python_dispatch import TorchDispatchMode

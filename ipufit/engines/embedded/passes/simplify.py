@@ -155,8 +155,11 @@ SHORT: Dict[object, Callable[..., object]] = {
 
 def call_directly(graph: fx.Graph) -> None:
     """Replace the operators of a graph by functions that call the very same."""
+    flow = Flow(graph)
     for node in graph.nodes:
-        node.target = SHORT.get(node.target, node.target)
+        # What is written through a view must not be a copy.
+        if node.target is not _aten.view.default or not flow.is_written_after(node):
+            node.target = SHORT.get(node.target, node.target)
 
 
 def operator_called(target: object, kwargs: Mapping[str, object]) -> Optional[Any]:
