@@ -373,7 +373,7 @@ class _Group:
             raise UnstackableError(f"as one, they fail with {brief_error(error)}") from error
 
     def _fit(self, callbacks: Sequence[Callback]) -> None:
-        request = FitRequest(self._data, callbacks=callbacks, **self._options)
+        request = FitRequest(self._data, **{**self._options, "callbacks": callbacks})
         fit.fit(self._stacked.model, self._session, request)
 
     def _show(self, epoch: int, logs: Mapping[str, float]) -> None:
