@@ -220,9 +220,19 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer's step needs a closure that evaluates the loss again."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    """Tell whether an optimizer's step needs a closure that evaluates the loss again.
+
+    Of one that has a default, this is so if the step calls it and never asks whether it is there.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is None or closure.default is inspect.Parameter.empty:
+        return closure is not None
+    try:
+        text = "" if step.__module__.startswith("torch.") else inspect.getsource(step)
+    except OSError:  # typed at a prompt
+        return False
+    return "closure()" in text and not (" if closure" in text or " if not closure" in text)
 
 
 def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:

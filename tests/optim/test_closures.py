@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.errors import NonFiniteLossError, OptimizerError
+from ipufit.optim.several import evaluates_again
 from tests.engines import EAGER_OR_NOT, own_step
 from tests.nets import CNN, data
 from tests.optim.test_own_steps import explained, half_cosine, net
@@ -118,15 +119,15 @@ class Sharp(torch.optim.SGD):
         return torch.tensor(self.losses[-1])
 
 
-def assert_sharp(loader, updates, fit_options, epochs=1, finish=None, **options):
+def assert_sharp(loader, updates, fit_options, epochs=1, finish=None, kind=Sharp, **options):
     """Weights, and losses where the gradients have led, are those of the loop."""
     module = net()
     other = copy.deepcopy(module)
     Sharp.losses.clear()
-    fitted(module, functools.partial(Sharp, lr=0.1), loader, epochs, fit_options, **options)
+    fitted(module, functools.partial(kind, lr=0.1), loader, epochs, fit_options, **options)
     losses = [*Sharp.losses]
     Sharp.losses.clear()
-    by_hand(other, Sharp(other.parameters(), lr=0.1), updates, finish=finish, first=True)
+    by_hand(other, kind(other.parameters(), lr=0.1), updates, finish=finish, first=True)
     assert_close(module, other)
     assert losses == pytest.approx(Sharp.losses, rel=1e-12)
 
@@ -253,11 +254,40 @@ class Thrice(torch.optim.SGD):
         type(self).moved.append(closure().item())
 
 
+class AsPublished(Sharp):
+    """Its closure has a default, and is needed."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "Sharpness Aware Minimization requires closure"
+        evaluate = torch.enable_grad()(lambda: closure())
+        return super().step(evaluate)
+
+
+class Asks(Sharp):
+    """Its closure has a default, which is meant."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        torch.optim.SGD.step(self)
+        return loss
+
+
 @own_step
+@pytest.mark.parametrize("kind", [Sharp, AsPublished])
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
-def test_an_optimizer_of_others_evaluates_where_its_weights_are(eager):
+def test_an_optimizer_of_others_evaluates_where_its_weights_are(eager, kind):
     """It has gradients before the step, as after ``backward`` in its loop."""
-    assert_sharp(FIFTY, alone(FIFTY), {}, run_eagerly=eager)
+    assert_sharp(FIFTY, alone(FIFTY), {}, kind=kind, run_eagerly=eager)
+
+
+def test_a_closure_is_passed_to_a_step_that_does_not_ask_for_it():
+    parameters = [nn.Parameter(torch.zeros(1))]
+    kinds = (Sharp, AsPublished, Asks, torch.optim.LBFGS, torch.optim.Adam, ipufit.optim.LAMB)
+    assert [evaluates_again(kind(parameters, lr=0.1)) for kind in kinds] == [
+        *(True, True, False, True, False, False)
+    ]
 
 
 @own_step
