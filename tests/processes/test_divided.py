@@ -27,9 +27,8 @@ with shard='weights' weights must be changed in all processes before an epoch be
 was changed within an epoch. Change it in on_epoch_end or on_epoch_begin.
 """
 EAGER = """\
-ConfigurationError: shard='weights' needs a recorded program, in which weights are whole only \
-while they are read, but got run_eagerly=True, which runs the module itself. Leave \
-one of them out.
+ConfigurationError: shard='weights' needs a recorded program, which gathers weights only while \
+they are read, but got run_eagerly=True, which runs the module itself. Leave one of them out.
 """
 AVERAGED = """\
 ConfigurationError: shard='weights' keeps each weight once, in one process, but ema exchanges \
@@ -69,7 +68,8 @@ def test_callbacks_and_refusals_know_of_parts(tmp_path):
         assert refused in text
         gets = "whole weights while they are read, and its part of the gradients' sum."
         assert text.count(said + gets) == 3
-        assert text.count("In every micro-batch the gradients of all are added, 760 bytes") == 3
+        added = "In every micro-batch the gradients of all processes are added, 760 bytes"
+        assert text.count(added) == 3
 
 
 def recorded(function, *tensors):
