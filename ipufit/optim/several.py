@@ -203,8 +203,8 @@ def groups_of_members(optimizer: torch.optim.Optimizer) -> Dict[str, range]:
 
 def index_of_group(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
     """For each parameter of an optimizer, by identity, the index of its group."""
-    groups = enumerate(optimizer.param_groups)
-    return {id(p): index for index, group in groups for p in group["params"]}
+    groups = optimizer.param_groups
+    return {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
 
 def kinds_by_group(optimizer: torch.optim.Optimizer) -> List[Type[torch.optim.Optimizer]]:
@@ -230,7 +230,7 @@ def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
         return closure is not None
     try:
         text = "" if step.__module__.startswith("torch.") else inspect.getsource(step)
-    except OSError:  # typed at a prompt
+    except (OSError, TypeError):  # typed at a prompt, or compiled
         return False
     return "closure()" in text and not (" if closure" in text or " if not closure" in text)
 

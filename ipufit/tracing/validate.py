@@ -87,9 +87,8 @@ def find_unregistered(module: nn.Module, trainable: bool = True) -> Dict[int, _U
             if skipped or f"{attribute}_orig" in part._parameters:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            for tensor, content in _tensors_in(value):
-                may_train = content == "layers" or (tensor.is_leaf and tensor.requires_grad)
-                if id(tensor) in registered or id(tensor) in result or trainable > may_train:
+            for tensor, content in _tensors_in(value, trainable):
+                if id(tensor) in registered or id(tensor) in result:
                     continue
                 kind, instead = _registering(value, content)
                 result[id(tensor)] = _Unregistered(
@@ -110,15 +109,15 @@ def refuse_unregistered(module: nn.Module) -> None:
         )
 
 
-def _tensors_in(value: object) -> Iterator[Tuple[Tensor, str]]:
-    """Tensors of a plain container, and what of it they are."""
+def _tensors_in(value: object, trainable: bool) -> Iterator[Tuple[Tensor, str]]:
+    """Tensors of a plain container, perhaps only those to train, and what of it they are."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         for each in value.values() if isinstance(value, dict) else value:
             if isinstance(each, nn.Module):
                 yield from ((parameter, "layers") for parameter in each.parameters())
             else:
-                yield from _tensors_in(each)
-    elif isinstance(value, Tensor):
+                yield from _tensors_in(each, trainable)
+    elif isinstance(value, Tensor) and (not trainable or (value.is_leaf and value.requires_grad)):
         yield value, "parameters"
 
 
@@ -389,7 +388,8 @@ def refuse_shared_memory(step: nn.Module, trained: Sequence[str], all_move: bool
         is_plain = type(view) in (Tensor, nn.Parameter) and view.layout is torch.strided
         key = view.untyped_storage().data_ptr() if is_plain else 0
         for begin, end, name, tensor in by_storage.get(key, ()):
-            staying += [name] if name in trained else []
+            if name in trained:
+                staying.append(name)
             if name in trained and (all_move or end - begin > tensor.numel()):
                 raise ConfigurationError(
                     f"{public_name(attribute.name)!r} of {attribute.owner} shares memory with the "

@@ -30,7 +30,7 @@ from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.resolve import resolve_metrics
 from ipufit.optim.resolve import resolve_optimizer
 from ipufit.optim.schedules.settings import keep
-from ipufit.optim.several import MultiOptimizer, members_of, refuse_unknown_members
+from ipufit.optim.several import MultiOptimizer, index_of_group, members_of, refuse_unknown_members
 from ipufit.partition.own_blocks import annotated_ipus
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
@@ -366,7 +366,7 @@ def _resolve_objectives(
             optimizer = resolve_optimizer(request.optimizer, named, modules)
             if loss is not None and loss.differentiates:
                 loss = include_shared(loss, _all_names(module))
-                owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                owned = index_of_group(optimizer)
                 check_moves(loss, [n for n, p in named if p.requires_grad and id(p) in owned])
     with faults.collect():
         # What metrics of several outputs go by is not known without their losses.

@@ -17,7 +17,7 @@ from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, parts_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
-from ipufit.optim.several import groups_of_members
+from ipufit.optim.several import groups_of_members, index_of_group
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, set_apart
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import on_host, refuse_complex, refuse_shared_memory
@@ -317,7 +317,7 @@ class TrainingState:
         self._optimizer = spec.optimizer
         self.parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
         self.buffers: Dict[str, Tensor] = dict(step.named_buffers())
-        owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
+        owned = index_of_group(spec.optimizer)
         self.trained = [
             name for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
         ]

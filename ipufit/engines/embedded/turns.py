@@ -13,7 +13,7 @@ from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptim
 from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.losses import Loss, Turn
-from ipufit.optim.several import NamedParameters
+from ipufit.optim.several import NamedParameters, index_of_group
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 
@@ -96,7 +96,7 @@ def turn_states(
     """
     assert spec.optimizer is not None
     assert spec.loss is not None
-    owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
+    owned = index_of_group(spec.optimizer)
     states: List[TurnState] = []
     for turn in spec.loss.turns:
         step = step_module(spec.module, turn.loss)
