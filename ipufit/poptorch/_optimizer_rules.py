@@ -146,11 +146,8 @@ def _class(settings: OptimizerSettings, values: Values) -> Type[OptimizerRule]:
         return DeviceSGDRule if is_plain else _VelocityRule
     if settings.kind.family == "RMSPROP":
         return _TensorFlowRMSpropRule if settings.tensorflow else RMSpropRule
-    kinds: Dict[OptimizerKind, Type[OptimizerRule]] = {
-        OptimizerKind.ADAM: AdamRule,
-        OptimizerKind.ADAMW: AdamWRule,
-    }
-    return kinds.get(settings.kind, LAMBRule)
+    adams = {OptimizerKind.ADAM: AdamRule, OptimizerKind.ADAMW: AdamWRule}
+    return adams.get(settings.kind, LAMBRule)
 
 
 def group_of(settings: OptimizerSettings, numbers: Mapping[str, float]) -> Dict[str, Any]:
@@ -347,23 +344,12 @@ def _scalars(settings: OptimizerSettings, values: Values, factors: Factors) -> L
             return _without_velocity(factors)
         nesterov = bool(values["nesterov"].value and values["momentum"].value > 0)
         return _with_velocity(factors, kind is OptimizerKind.SGD_COMBINED, nesterov)
+    prefix, names = "adam", ("beta1", "beta2", "eps")
     if kind.family == "RMSPROP":
-        return [
-            *decay,
-            _plain("adaptiveAlpha", "alpha"),
-            _plain("adaptiveMomentum", "momentum"),
-            _plain("adaptiveEps", "eps"),
-            _unscaling("adaptiveGradientScaling", factors),
-        ]
+        prefix, names = "adaptive", ("alpha", "momentum", "eps")
+    plain = [_plain(f"{prefix}{name.capitalize()}", name) for name in names]
     limit = [_plain("maxWeightNorm", "max_weight_norm")] if "max_weight_norm" in values else []
-    return [
-        *decay,
-        _plain("adamBeta1", "beta1"),
-        _plain("adamBeta2", "beta2"),
-        _plain("adamEps", "eps"),
-        *limit,
-        _unscaling("adamGradientScaling", factors),
-    ]
+    return [*decay, *plain, *limit, _unscaling(f"{prefix}GradientScaling", factors)]
 
 
 def _name(scalar: _Scalar, parameter: str) -> str:
