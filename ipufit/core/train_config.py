@@ -236,20 +236,14 @@ class LossScale:
 
 
 _AUTOCAST = {
-    "mixed_float16": torch.float16,
-    "mixed_bfloat16": torch.bfloat16,
-    "16-mixed": torch.float16,
-    "bf16-mixed": torch.bfloat16,
+    **dict.fromkeys(("mixed_float16", "16-mixed"), torch.float16),
+    **dict.fromkeys(("mixed_bfloat16", "bf16-mixed"), torch.bfloat16),
 }
 _PURE = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "16-true": torch.float16,
-    "bf16-true": torch.bfloat16,
-    "32-true": torch.float32,
-    "64-true": torch.float64,
+    **dict.fromkeys(("float16", "16-true"), torch.float16),
+    **dict.fromkeys(("bfloat16", "bf16-true"), torch.bfloat16),
+    **dict.fromkeys(("float32", "32-true"), torch.float32),
+    **dict.fromkeys(("float64", "64-true"), torch.float64),
 }
 
 

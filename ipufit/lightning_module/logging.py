@@ -26,18 +26,10 @@ Notes = Dict[str, Dict[str, object]]
 Number = Union[float, Tensor, MetricObject]
 
 _REDUCTIONS = {
-    "mean": "mean",
-    "avg": "mean",
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.max: "max",
-    torch.min: "min",
-    sum: "sum",
-    max: "max",
-    min: "min",
+    **dict.fromkeys(("mean", "avg", torch.mean), "mean"),
+    **dict.fromkeys(("sum", sum, torch.sum), "sum"),
+    **dict.fromkeys(("max", max, torch.max), "max"),
+    **dict.fromkeys(("min", min, torch.min), "min"),
 }
 
 

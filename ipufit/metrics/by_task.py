@@ -484,15 +484,12 @@ class ConcordanceCorrelation(PearsonCorrelation):
 BY_TASK = {
     "auc": AUC,
     "concordance_correlation": ConcordanceCorrelation,
-    "f1": F1Score,
-    "f1_score": F1Score,
+    **dict.fromkeys(("f1", "f1_score"), F1Score),
     "fbeta_score": FBetaScore,
-    "mean_io_u": MeanIoU,
-    "mean_iou": MeanIoU,
+    **dict.fromkeys(("mean_io_u", "mean_iou"), MeanIoU),
     "pearson_correlation": PearsonCorrelation,
     "precision": Precision,
-    "r2": R2Score,
-    "r2_score": R2Score,
+    **dict.fromkeys(("r2", "r2_score"), R2Score),
     "recall": Recall,
 }
 

@@ -231,33 +231,25 @@ def _of_pairs(
     return NamedMetric(values, finish, is_error)
 
 
+_TOP_5 = ("sparse_top_k_categorical_accuracy", "top_5_accuracy", "top_k_categorical_accuracy")
 NAMED: Dict[str, NamedMetric] = {
-    "acc": _share(_accuracy),
-    "accuracy": _share(_accuracy),
+    **dict.fromkeys(("acc", "accuracy"), _share(_accuracy)),
     "binary_accuracy": _share(_binary_accuracy),
     "binary_accuracy_with_logits": _share(_binary_accuracy_with_logits),
     "categorical_accuracy": _share(_categorical_accuracy),
     "cosine_similarity": _of_pairs(cosine, is_error=False),
     "hinge": _of_pairs(_hinge),
     "kl_divergence": _of_pairs(_divergence),
-    "log_cosh": _of_pairs(_log_cosh),
-    "logcosh": _of_pairs(_log_cosh),
-    "mae": _of_pairs(_absolute_error),
-    "mape": _of_pairs(_percentage_error),
-    "mean_absolute_error": _of_pairs(_absolute_error),
-    "mean_absolute_percentage_error": _of_pairs(_percentage_error),
-    "mean_squared_error": _of_pairs(_squared_error),
-    "mean_squared_logarithmic_error": _of_pairs(_logarithmic_error),
-    "mse": _of_pairs(_squared_error),
-    "msle": _of_pairs(_logarithmic_error),
+    **dict.fromkeys(("log_cosh", "logcosh"), _of_pairs(_log_cosh)),
+    **dict.fromkeys(("mae", "mean_absolute_error"), _of_pairs(_absolute_error)),
+    **dict.fromkeys(("mape", "mean_absolute_percentage_error"), _of_pairs(_percentage_error)),
+    **dict.fromkeys(("mse", "mean_squared_error"), _of_pairs(_squared_error)),
+    **dict.fromkeys(("msle", "mean_squared_logarithmic_error"), _of_pairs(_logarithmic_error)),
     "perplexity": NamedMetric(_token_loss, _exp),
-    "rmse": _of_pairs(_squared_error, math.sqrt),
-    "root_mean_squared_error": _of_pairs(_squared_error, math.sqrt),
+    **dict.fromkeys(("rmse", "root_mean_squared_error"), _of_pairs(_squared_error, math.sqrt)),
     "sparse_categorical_accuracy": _share(_sparse_accuracy),
-    "sparse_top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
     "squared_hinge": _of_pairs(lambda prediction, target: _hinge(prediction, target).square()),
-    "top_5_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
-    "top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
+    **dict.fromkeys(_TOP_5, _share(functools.partial(_top_k_accuracy, 5))),
 }
 
 

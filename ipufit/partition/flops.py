@@ -206,17 +206,10 @@ _FILL = {
 _LOOK_UP = {"embedding", "gather", "index", "index_select"}
 
 _TABLE: Dict[str, _Counter] = {
-    "mm": _product(0),
-    "bmm": _product(0),
-    "mv": _product(0),
-    "addmm": _product(1),
-    "baddbmm": _product(1),
-    "addmv": _product(1),
-    "dot": _product(0),
-    "vdot": _product(0),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _product(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
+    **dict.fromkeys(("_linear_pointwise", "_scaled_mm"), _product(0)),
     "addbmm": lambda args, result: 2 * args[1].numel() * args[2].shape[-1],
-    "_linear_pointwise": _product(0),
-    "_scaled_mm": _product(0),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "recurrent": _recurrent,
