@@ -81,12 +81,8 @@ class Loaders(NamedTuple):
         loaders = getattr(self.owner, name)()
         if isinstance(loaders, (list, tuple)) and len(loaders) == 1:
             return loaders[0]
-        is_combined = type(loaders).__name__ == "CombinedLoader"
-        if (
-            is_combined
-            or isinstance(loaders, Mapping)
-            or (isinstance(loaders, (list, tuple)) and loaders)
-        ):
+        is_combined = type(loaders).__name__ == "CombinedLoader" or isinstance(loaders, Mapping)
+        if is_combined or (isinstance(loaders, (list, tuple)) and loaders):
             raise ConfigurationError(
                 f"{where} must return one loader, got {type(loaders).__name__}. Join the datasets "
                 "with torch.utils.data.ConcatDataset or StackDataset, or call evaluate once for "

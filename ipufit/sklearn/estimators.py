@@ -34,13 +34,9 @@ class _Head:
     to_probabilities: Optional[Callable[[Tensor], Tensor]]
 
 
-def _softmax(outputs: Tensor) -> Tensor:
-    return torch.softmax(outputs, 1)
-
-
 # By the loss: its name here, the function's in torch.nn.functional, and the module's class.
 _HEADS: Dict[str, _Head] = {
-    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), _Head(False, _softmax)),
+    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), _Head(False, torch.nn.Softmax(1))),
     **dict.fromkeys(("nll", "nll_loss", "NLLLoss"), _Head(False, torch.exp)),
     **dict.fromkeys(
         ("bce_with_logits", "binary_cross_entropy_with_logits", "BCEWithLogitsLoss"),

@@ -296,7 +296,6 @@ def _side_by_side(
         f"{', '.join(lengths)}.",
         series,
         (unit_name,),
-        "",
         is_across=True,
         stacks=True,
         height=170 + 46 * len(names),

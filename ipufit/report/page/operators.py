@@ -183,7 +183,6 @@ def _bars(rows: Sequence[Mapping[str, object]], whole: float) -> Chart:
         summary,
         series,
         (name,),
-        "",
         is_across=True,
         stacks=True,
         height=110 + 24 * len(groups),

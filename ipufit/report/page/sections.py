@@ -82,7 +82,7 @@ class Chart:
         summary: its content in words, also for readers who can't see it.
         series: lines or bars.
         x: titles of the horizontal axis, one for each way to count places.
-        y: title of the vertical axis.
+        y: title of the vertical axis; none of bars that lie.
         smooths: whether lines can be made smooth.
         is_across: whether bars lie.
         stacks: whether bars and areas stand on each other.
@@ -97,7 +97,7 @@ class Chart:
     summary: str
     series: Sequence[Series]
     x: Sequence[str]
-    y: str
+    y: str = ""
     smooths: bool = False
     is_across: bool = False
     stacks: bool = False
