@@ -179,16 +179,12 @@ def differs_at(difference: TraceDifference, causes: Iterable[str]) -> Finding:
             "keeps one branch"
         )
         cure = "Compute both, and choose with torch.where, by a buffer that is changed in place."
-    elif difference.kind == "folded":
-        text = (
-            f"a tensor created in Python changes from call to call{cause}, but it is a constant "
-            f"of the program: it was {difference.before}, then {difference.after}"
-        )
-        cure = _STATE
     else:
+        is_folded = difference.kind == "folded"
         text = (
-            f"a Python value changes from call to call{cause}, but it is a constant of the "
-            f"program: it was {difference.before}, then {difference.after}"
+            f"{'a tensor created in Python' if is_folded else 'a Python value'} changes from call "
+            f"to call{cause}, but it is a constant of the program: it was {difference.before}, "
+            f"then {difference.after}"
         )
         cure = _STATE
     return Finding(difference.kind, "error", file, line, function, text, cure)
