@@ -133,7 +133,12 @@ def padded(batch: MicroBatch, size: int) -> MicroBatch:
             f"row per sample, but one of {batch.size} instead of {size} samples came, such as a "
             "list of images, that has not. Use drop_last=True in the loader, or engine='embedded'."
         )
-    places = torch.arange(size) % batch.size
+    return _repeated(batch, batch.size, size)
+
+
+def _repeated(batch: MicroBatch, rows: int, size: int) -> MicroBatch:
+    """Make a micro-batch of this size of the first rows, over and over."""
+    places = torch.arange(size) % rows
     leaves = tuple(leaf[places.to(leaf.device)] if leaf.dim() else leaf for leaf in batch.leaves)
     return MicroBatch(leaves, batch.structure, size)
 
@@ -160,7 +165,7 @@ def _stand_apart(
     net: nn.Module, loss: Loss, precision: Precision, example: MicroBatch, half: int
 ) -> bool:
     results: List[Tuple[List[Tensor], Any]] = []
-    other = _with_others(example, half)
+    other = _repeated(example, half, example.size)
     if all(torch.equal(a, b) for a, b in zip(example.leaves, other.leaves)):
         return False
     for batch in (example, other):
@@ -180,15 +185,3 @@ def _stand_apart(
     (first, one), (second, two) = results
     same = all(torch.equal(a, b) for a, b in zip(first, second))
     return same and bool(torch.isfinite(one)) and torch.equal(one, two)
-
-
-def _with_others(batch: MicroBatch, head: int) -> MicroBatch:
-    """Copy a micro-batch with other samples after the first ones."""
-    leaves = []
-    for leaf in batch.leaves:
-        if not leaf.dim():
-            leaves.append(leaf)
-            continue
-        rest = leaf[torch.arange(batch.size - head) % head]
-        leaves.append(torch.cat([leaf[:head], rest]))
-    return MicroBatch(tuple(leaves), batch.structure, batch.size)

@@ -138,9 +138,7 @@ def _of_tensors(
         facts = [*table.of("dtypes", dtype, device_tensor), *table.of("dtypes", "*", device_tensor)]
         if not table.knows("dtypes", dtype):
             facts.append(unlisted("dtypes", dtype))
-        for fact in facts:
-            if fact.verdict != SUPPORTED:
-                yield PreflightFinding(fact, f"{what} of {dtype}", owner)
+        yield from _findings(facts, Origin(owner), f"{what} of {dtype}")
 
 
 def _device_tensors(

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import types
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -313,15 +313,6 @@ class _Recorder:
         finally:
             self._alive.clear()
 
-    def constants(self, arguments: Dict[str, object]) -> FrozenSet[str]:
-        """Return the names of arguments that are tensors, all of them constants."""
-        names = set()
-        for name, value in arguments.items():
-            tensors = tree.tensors(value)
-            if tensors and not any(_storage(tensor) in self._moving for tensor in tensors):
-                names.add(name)
-        return frozenset(names)
-
     def looked(self) -> Origin:
         """Return where an operator is about to run, and record a body of control flow.
 
@@ -335,8 +326,9 @@ class _Recorder:
         self, operator: OpOverload, arguments: Dict[str, object], is_whole: bool
     ) -> DispatchedCall:
         """Record an operator that is about to run."""
-        constants = self.constants(arguments)
-        tensor_arguments = {name for name, value in arguments.items() if tree.tensors(value)}
+        tensors = {n: set(map(_storage, tree.tensors(value))) for n, value in arguments.items()}
+        constants = frozenset(n for n, each in tensors.items() if each and not each & self._moving)
+        is_constant = all(name in constants for name, each in tensors.items() if each)
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
         name = _outplace(operator._schema.name)
         here = self.looked()
@@ -344,7 +336,7 @@ class _Recorder:
             name,
             arguments,
             constants,
-            tensor_arguments <= constants and not is_random,
+            is_constant and not is_random,
             is_whole,
             here,
         )
