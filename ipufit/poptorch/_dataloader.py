@@ -319,7 +319,11 @@ class DataLoader(CombiningLoader):
 
         if self._is_iterable:
             if parts:
-                _refuse_iterable(processes)
+                raise AssertionError(
+                    "auto_distributed_partitioning not supported for IterableDataset, and there "
+                    f"are {processes} processes. Let the dataset give each process its own part, "
+                    "and pass auto_distributed_partitioning=False."
+                )
             _log_iterable(num_workers, kwargs)
         elif self._is_user_batch_sampler_set:
             if not drop_last:
@@ -488,14 +492,6 @@ def _check_batch_sampler(batch_size: Optional[int], shuffle: Optional[bool], par
             "Let the sampler choose the samples of each process, and pass "
             "auto_distributed_partitioning=False."
         )
-
-
-def _refuse_iterable(processes: int) -> None:
-    raise AssertionError(
-        "auto_distributed_partitioning not supported for IterableDataset, and there are "
-        f"{processes} processes. Let the dataset give each process its own part, and pass "
-        "auto_distributed_partitioning=False."
-    )
 
 
 def _worker_size(size: Optional[int], rebatched_size: int) -> Optional[int]:
