@@ -62,10 +62,8 @@ class EpochMetrics:
     def names(self) -> List[str]:
         """Keys of :meth:`values`, but for the settings."""
         names = dict.fromkeys(["loss", *self._declared, *self.metrics.names])
-        return [name for name in names if not self._rule(name).is_none]
-
-    def _rule(self, name: str) -> LogRule:
-        return self._rules.get(name) or self._declared.get(name) or LogRule()
+        rules = {**self._declared, **self._rules}
+        return [name for name in names if not rules.get(name, LogRule()).is_none]
 
     @property
     def directions(self) -> Dict[str, str]:
