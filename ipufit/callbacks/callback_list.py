@@ -369,7 +369,9 @@ def checked(callbacks: object) -> List[Callback]:
             raise _refusal(callback, f"Pass an object: {callback.__name__}(...).")
         if not isinstance(callback, Callback):
             raise _refusal(callback, _instead_of(callback))
-        _check_every_updates(callback)
+        name = f"every_updates of {type(callback).__name__}"
+        advice = "It counts weight updates from the start of fit."
+        at_least_or_none(name, callback.every_updates, 1, advice)
         _check_hooks(callback)
     return listed
 
@@ -391,12 +393,6 @@ def _check_hooks(callback: Callback) -> None:
                 f"{type(callback).__name__} must have hooks for train, test or predict batches, "
                 f"but has {name}, which is never called. Rename it to {name[:3]}train_{name[3:]}."
             )
-
-
-def _check_every_updates(callback: Callback) -> None:
-    name = f"every_updates of {type(callback).__name__}"
-    advice = "It counts weight updates from the start of fit."
-    at_least_or_none(name, callback.every_updates, 1, advice)
 
 
 def _refusal(came: object, instead: str) -> ConfigurationError:

@@ -270,10 +270,10 @@ class CombinedBatch:
         return [sizes[i : i + group] for i in range(0, len(sizes), group)]
 
     def updates(self, plan: Plan) -> int:
-        """Count the updates that the execution makes."""
+        """Count the updates that the execution makes; the last one may be smaller."""
         if self.layout is not None:
             return len(self.layout)
-        return plan.updates_in(len(self.micro_batches))
+        return -(-len(self.micro_batches) // plan.micro_batches_per_update)
 
     def accumulation_steps(self, plan: Plan) -> List[int]:
         """By update, how many micro-batches the replica that has most of them sums."""

@@ -405,14 +405,6 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         """This plan, as if there were no other process."""
         return dataclasses.replace(self, processes=1, process=0)
 
-    def updates_in(self, micro_batches: int) -> int:
-        """Count the updates that so many micro-batches make; the last one may be smaller.
-
-        Args:
-            micro_batches: how many there are, on all replicas of all processes.
-        """
-        return -(-micro_batches // self.micro_batches_per_update)
-
     @property
     def micro_batches_per_execution(self) -> int:
         """Micro-batches of one full execution, on all replicas together."""

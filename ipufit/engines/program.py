@@ -249,7 +249,15 @@ class Recordings:
                 f"{every}. Pad them to fewer shapes in collate_fn, as ipufit.data.LengthBuckets "
                 "does, or compile with a larger max_recordings or with run_eagerly=True."
             )
-        result = record()
+        # A recording makes so many objects that Python would look through all those of the process
+        # for garbage, several times.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            result = record()
+        finally:
+            if collects:
+                gc.enable()
         self._latest = form
         self.forms[form] = self.forms.get(form, 0.0) + engine.seconds - before
         return result
@@ -531,19 +539,9 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Count the time of the block, and show that something is recorded or compiled.
-
-        A recording makes so many objects that Python would look through all those of the process
-        for garbage, several times; it waits until the recording is made.
-        """
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with self.announce(), self.timed():
-                yield
-        finally:
-            if collects:
-                gc.enable()
+        """Count the time of the block, and show that something is recorded or compiled."""
+        with self.announce(), self.timed():
+            yield
 
     @abc.abstractmethod
     def build(self, spec: ProgramSpec) -> Program:

@@ -31,6 +31,12 @@ _SEGMENT = "ipufit_segment"
 # Tags of operators that look at values, or make a shape of them.
 NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
+# Of these, a result has the size of a tensor that is passed, whatever the sizes of others.
+_NORMALIZATIONS = {
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_batch_norm_backward.default,
+}
+
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # Called with what torch is about to follow back, and with None when it has.
@@ -119,8 +125,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         modes = _get_current_dispatch_mode_stack()
         self._tracer: Any = current_tracer() if len(modes) == 2 else None
         self._modes = modes
-        # By call: the type of what it returned, and by what that can be made again.
-        self._results: Dict[object, Tuple[type, bool, List[FakeTensor]]] = {}
+        self._names: Dict[torch._ops.OpOverload, str] = {}
+        # By call: the type of what it returned, and for each result the place of a tensor of that
+        # form among those that were passed, -1 where none is, and such a tensor.
+        self._results: Dict[object, Tuple[type, List[Tuple[int, FakeTensor]]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -147,10 +155,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     options[name] = self._argument(value)
         except LookupError:
             return func(*args, **kwargs)
-        name = tracer.graph._target_to_str(func.overloadpacket.__name__)
+        if func not in self._names:
+            self._names[func] = tracer.graph._target_to_str(func.overloadpacket.__name__)
         # What fails leaves nothing in the graph.
         result, snapshot = self._compute(func, args, kwargs)
-        node = tracer.graph.create_node("call_function", func, inputs, options, name)
+        node = tracer.graph.create_node("call_function", func, inputs, options, self._names[func])
         self._follow(result, snapshot, node)
         return result
 
@@ -159,26 +168,40 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Tuple[object, object]:
         """Return what an operator returns, and a snapshot of it, which nobody changes.
 
-        A call like an earlier one does not ask torch. Most calls in a large model are, since its
-        layers are alike. Torch also keeps what they come to, but it takes half the time of a
-        recording to look for that.
+        Neither a view nor a call like an earlier one asks torch, which works out in Python what
+        comes of many operators. Most calls in a large model are like others, since its layers are
+        alike. Torch also keeps what they come to, but it takes half the time of a recording to look
+        for that.
         """
         tensors: List[FakeTensor] = []
-        call = None
+        calls: List[object] = []
         with contextlib.suppress(LookupError):
-            forms = _form((*args, *kwargs.values()), tensors)
+            settings = _form((*args, *kwargs.values()), tensors)
+            if tensors and _returns_views(func):
+                views, snapshots = _fakes(tensors[0], func, *args, **kwargs)
+                _form(views, [])
+                return views, snapshots
             modes = (torch.get_default_dtype(), torch.is_inference_mode_enabled())
-            call = (func, modes, *kwargs, forms)
-        kind, is_view, templates = self._results.get(call, (None, False, []))
-        if templates:
-            pairs = [_fake_like(template, tensors[0], is_view) for template in templates]
-            results, snapshots = zip(*pairs)
-            return (kind(results), kind(snapshots)) if kind in (list, tuple) else pairs[0]
+            call = (func, modes, *kwargs, settings)
+            layouts = list(map(_layout, tensors))
+            calls.append((call, *layouts))
+            sizes = [] if calls[0] in self._results else _relative_sizes(func, tensors)
+            calls += [(call, *sizes)] if sizes else []
+        kind, results = self._results.get(calls[-1], (None, [])) if calls else (None, [])
+        if kind is not None and results:
+            return _fakes(results[0][1], _empty_like, kind, results, tensors)
         with proxy_tensor.disable_proxy_modes_tracing():
             result = func(*args, **kwargs)
             snapshot = tree_map_only(Tensor, proxy_tensor.snapshot_fake, result)
-        if call is not None and kind is None:
-            self._results[call] = (type(result), *_templates(func, result, tensors))
+        if calls and kind is None:
+            results = []
+            for template in _templates(func, result, tensors):
+                form = _layout(template)
+                results.append((layouts.index(form) if form in layouts else -1, template))
+                # What has no values is like nothing that was passed, and of one size.
+                if form not in layouts and template.shape != (0,):
+                    calls = calls[:1]
+            self._results.update(dict.fromkeys(calls, (type(result), results)))
         return result, snapshot
 
     def _argument(self, value: object) -> fx.node.Argument:
@@ -214,18 +237,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _form(value: object, tensors: List[FakeTensor]) -> object:
-    """Return all of an argument that a fake result depends on, and add its tensors to the list.
+    """Return all of an argument that a fake result depends on but tensors, which go to the list.
 
     Raises:
         LookupError: it is not plain.
     """
     if type(value) is FakeTensor:
-        is_plain = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
-        if value.constant is not None or not is_plain:
+        is_odd = value.layout is not torch.strided or value.is_conj() or value.is_neg()
+        if value.constant is not None or is_odd:
             raise LookupError(value)
         tensors.append(value)
-        layout = (value.shape, value.stride(), value.storage_offset())
-        return (*layout, value.untyped_storage().nbytes(), value.dtype, value.fake_device)
+        return FakeTensor
     if isinstance(value, (list, tuple)):
         return (type(value), *map(functools.partial(_form, tensors=tensors), value))
     if value is None or isinstance(value, (int, float, str, *_KINDS)):
@@ -233,54 +255,106 @@ def _form(value: object, tensors: List[FakeTensor]) -> object:
     raise LookupError(value)
 
 
-def _fake_like(
-    tensor: FakeTensor, source: FakeTensor, is_view: bool
-) -> Tuple[FakeTensor, FakeTensor]:
-    """Make another tensor of the same form, of memory of its own or a source's, and a copy."""
-    shape, stride, mode = tensor.shape, tensor.stride(), source.fake_mode
-    with in_kernel_invocation_manager(mode):
-        if is_view:
-            fake = torch.as_strided(source, shape, stride, tensor.storage_offset())
-        else:
-            fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, fake, tensor.fake_device), FakeTensor(mode, fake, tensor.fake_device)
+def _layout(tensor: FakeTensor) -> Tuple[object, ...]:
+    """Return all of a plain tensor that a fake result depends on."""
+    layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return (*layout, tensor.untyped_storage().nbytes(), tensor.dtype, tensor.fake_device)
+
+
+def _relative_sizes(
+    func: torch._ops.OpOverload, tensors: Sequence[FakeTensor]
+) -> List[Tuple[object, ...]]:
+    """Describe tensors by all that says which of them the results of a call are like, of any size.
+
+    Returns:
+        Nothing where these may depend on more than that.
+    """
+    sizes: List[Tuple[object, ...]] = []
+    if torch.Tag.pointwise not in func.tags and func not in _NORMALIZATIONS:
+        return []
+    for tensor in tensors:
+        is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        strides = torch._prims_common.make_contiguous_strides_for(tensor.shape)
+        if not is_whole or tensor.stride() != strides:
+            return []
+        # One value is as many as others have there, and without values torch takes other strides.
+        relative = tuple(map(functools.partial(min, 2), tensor.shape))
+        sizes.append((relative, tensor.dtype, tensor.fake_device))
+    return sizes
+
+
+def _fakes(
+    source: FakeTensor, function: Callable[..., object], *args: object, **kwargs: object
+) -> Tuple[object, object]:
+    """Return fake tensors, and a snapshot of them, like what a function returns.
+
+    Args:
+        source: of the same recording, on the device that the results are on.
+        function: called with ``args`` and ``kwargs``; it sees tensors without values.
+    """
+    with in_kernel_invocation_manager(source.fake_mode):
+        result = function(*args, **kwargs)
+    fake = functools.partial(FakeTensor, source.fake_mode, device=source.fake_device)
+    if isinstance(result, (list, tuple)):
+        return type(result)(map(fake, result)), type(result)(map(fake, result))
+    return fake(result), fake(result)
+
+
+def _empty_like(
+    kind: type, sources: Sequence[Tuple[int, Tensor]], tensors: Sequence[Tensor]
+) -> object:
+    """Return tensors without values, in memory of their own, of the forms of others.
+
+    Args:
+        kind: of what holds them, where it is a list or tuple; else it is a single tensor.
+        sources: for each the place of the other tensor, and one to take where that is -1.
+        tensors: the others.
+    """
+    results = []
+    for place, template in sources:
+        tensor = template if place < 0 else tensors[place]
+        shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        results.append(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+    return kind(results) if kind in (list, tuple) else results[0]
+
+
+@functools.lru_cache(maxsize=None)
+def _returns_views(func: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator returns views of its first argument."""
+    schema = func._schema
+    # Of one the schema is silent.
+    is_silent = func is torch.ops.aten._unsafe_view.default
+    is_view = is_silent or schema.arguments[0].alias_info is not None
+    return is_view and func.namespace == "aten" and not schema.is_mutable
 
 
 def _templates(
     func: torch._ops.OpOverload, result: object, tensors: Sequence[FakeTensor]
-) -> Tuple[bool, List[FakeTensor]]:
-    """Return by what the results of such calls can be made; nothing where torch has to make them.
+) -> List[FakeTensor]:
+    """Return tensors like the results of a call; none where torch has to make such results.
 
     Args:
         func: the operator.
         result: what a call returned.
         tensors: those that were passed.
-
-    Returns:
-        Whether results are views of the first tensor passed, and a template of each.
     """
-    results = result if isinstance(result, (list, tuple)) else [result]
-    if not tensors or func.namespace != "aten" or func._schema.is_mutable:
-        return False, []
-    # Of one view the schema is silent.
-    is_view = func is torch.ops.aten._unsafe_view.default
-    is_view, templates = is_view or func._schema.arguments[0].alias_info is not None, []
+    parts = result if isinstance(result, (list, tuple)) else [result]
+    results: List[FakeTensor] = []
+    templates: List[FakeTensor] = []
+    with contextlib.suppress(LookupError):
+        _form(parts, results)
+    if len(results) != len(parts) or func.namespace != "aten" or func._schema.is_mutable:
+        return []
     memories = [tensor.untyped_storage()._cdata for tensor in tensors]
     keys = torch._C._dispatch_key_set
     for each in results:
-        if type(each) is not FakeTensor or each.requires_grad:
-            return is_view, []
-        try:
-            form = _form(each, [])
-        except LookupError:
-            return is_view, []
-        template, memory = _fake_like(each, tensors[0], is_view)[0], each.untyped_storage()._cdata
-        is_elsewhere = memory != memories[0] if is_view else memory in memories
-        if is_elsewhere or _form(template, []) != form or keys(template) != keys(each):
-            return is_view, []
+        _form(_fakes(results[0], _empty_like, Tensor, [(-1, each)], [])[0], templates)
+        memory, template = each.untyped_storage()._cdata, templates[-1]
+        is_alike = _layout(template) == _layout(each) and keys(template) == keys(each)
+        if memory in memories or each.requires_grad or not is_alike:
+            return []
         memories.append(memory)
-        templates.append(template)
-    return is_view, templates
+    return templates
 
 
 @functools.lru_cache(maxsize=None)

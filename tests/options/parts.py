@@ -276,11 +276,6 @@ of(
     replica=(0, 1),
     position=(0, 1),
 )
-of(
-    "Plan.updates_in",
-    lambda micro_batches: Plan(**SIZES).updates_in(micro_batches),
-    micro_batches=(1, 9),
-)
 of("Plan.updates", lambda samples: list(Plan(**SIZES).updates(samples)), samples=(7, 8))
 
 

@@ -100,6 +100,60 @@ def of_other_kinds(x, w):
     return [sparse.to_dense() + x, turned * 2, turned.resolve_conj().imag + 1, x.neg() + x.size(0)]
 
 
+def views(x, w):
+    """Of every kind, of views, of nothing, and what is written through one."""
+    flat = x.view(24)
+    flat[1:3].mul_(2)
+    return [
+        x.t().unsqueeze(0).squeeze(0).expand(6, 4),
+        x.permute(1, 0)[2],
+        *x.split([1, 3]),
+        *x.unbind(1),
+        x.unfold(1, 2, 3),
+        x[:0].view(0, 3, 2).transpose(1, 2),
+        x[None, ..., None].movedim(1, 0).squeeze(),
+        x.view(torch.int32) + 1,
+        x.detach().view_as(x) * 2,
+        torch.ops.aten.alias(x.diagonal()),
+    ]
+
+
+def batch_norm(values, mean, variance, weight=None, bias=None, training=False):
+    """Torch's kernel, which its tracer may take others for."""
+    settings = (mean, variance, training, 0.1, 1e-5)
+    return torch.native_batch_norm(values, weight, bias, *settings)[0]
+
+
+def of_many_sizes(x, w):
+    """Operators whose results are like their arguments, of every size and other layouts."""
+    results = []
+    for shape in [(4, 6), (6, 4), (2, 12), (1, 24), (24, 1), (2, 3, 4), (3, 2, 4), (0, 5), (0, 6)]:
+        values = torch.zeros(shape) + x.sum()
+        results += [values.relu(), values + values, values > values, values * x.sum()]
+        results += [values[:1] * 2 - values, values - 2 * values[:1], values.sum(0) - values]
+        results += [values.transpose(0, 1) + values.transpose(0, 1), values[:, 1:].exp()]
+    return results
+
+
+def normalized(x, w):
+    """Batch normalisation and its gradient, of every size and other layouts."""
+    results = []
+    for shape in [(4, 6), (2, 12), (6, 4), (2, 3, 2, 2), (4, 2, 3, 1), (4, 6, 1, 1), (1, 2, 3, 4)]:
+        values = x.reshape(shape).requires_grad_()
+        mean, scale = x.new_zeros(shape[1]), x.new_ones(shape[1]).requires_grad_()
+        statistics = (mean, mean + 1)
+        if shape[0] * values[0, 0].numel() > 1:
+            results.append(batch_norm(values, *statistics, scale, scale, True))
+            results.append(batch_norm(values, *statistics, training=True))
+        results.append(batch_norm(values, *statistics, scale, scale, False))
+        results.append(batch_norm(values.double(), *(each.double() for each in statistics)))
+        results += torch.autograd.grad(sum(each.sum() for each in results[-2:]), [values, scale])
+        if len(shape) == 4:
+            last = values.to(memory_format=torch.channels_last)
+            results.append(batch_norm(last, *statistics, scale, scale, True).relu())
+    return [each.detach() for each in results]
+
+
 def loss_and_gradients(net):
     """A function of pictures and classes over the parameters of a network."""
     names = [name for name, _ in net.named_parameters()]
@@ -124,7 +178,7 @@ def again(function):
 
 FUNCTIONS = [
     *(in_place, several_results, constants, random, indexed, complex_numbers),
-    *(memory_formats, alike_but_for_a_type, of_other_kinds),
+    *(memory_formats, alike_but_for_a_type, of_other_kinds, views, of_many_sizes),
 ]
 NETS = [nets.MLP, nets.CNN, nets.Transformer, nets.Running]
 
@@ -199,10 +253,10 @@ def direct(monkeypatch):
 @pytest.fixture
 def repeated(monkeypatch):
     """Results that were made without asking torch."""
-    results, fake_like, templates = [], recording._fake_like, recording._templates
+    results, fakes, templates = [], recording._fakes, recording._templates
 
-    def make(*arguments):
-        results.append(fake_like(*arguments))
+    def make(*arguments, **options):
+        results.append(fakes(*arguments, **options))
         return results[-1]
 
     def first(*arguments):
@@ -211,7 +265,7 @@ def repeated(monkeypatch):
         del results[before:]
         return found
 
-    monkeypatch.setattr(recording, "_fake_like", make)
+    monkeypatch.setattr(recording, "_fakes", make)
     monkeypatch.setattr(recording, "_templates", first)
     return results
 
@@ -314,3 +368,53 @@ def test_a_graph_is_compiled_when_it_is_called_and_reads_like_any_other():
     graph = capture(lambda x, w: [x @ w], [X, W])
     assert "torch.ops.aten.mm.default" in graph.code
     assert torch.equal(graph(X, W)[0], X @ W)
+
+
+class Known(torch.fx.Interpreter):
+    """Compares each result with what the graph knows of it."""
+
+    compared = 0
+
+    def run_node(self, node):
+        result = super().run_node(node)
+        if node.op == "call_function":
+            self.compared += 1
+            assert self.form(result) == self.form(node.meta["val"]), node
+        return result
+
+    def form(self, value):
+        if isinstance(value, torch.Tensor):
+            # Of a single value, the stride says nothing, and is another in a kernel's result.
+            strides = [step for step, size in zip(value.stride(), value.shape) if size > 1]
+            return (value.shape, strides, value.storage_offset(), value.dtype)
+        return [self.form(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_normalized_values_of_any_size_are_as_known():
+    """Some versions of torch's tracer have other operators for them, so kernels are asked."""
+    graph = Known(capture(again(normalized), [X, W]))
+    with torch.no_grad():
+        graph.run(X, W)
+    assert graph.compared > 100
+
+
+def test_torch_is_asked_once_for_what_differs_by_its_size_alone(monkeypatch):
+    """What torch works out in Python for each of the sizes takes a third of a recording."""
+    asked, templates = [], recording._templates
+
+    def note(func, *arguments):
+        asked.append(func.overloadpacket.__name__)
+        return templates(func, *arguments)
+
+    monkeypatch.setattr(recording, "_templates", note)
+
+    def step(x, w):
+        sums = []
+        for size in (2, 3, 4):
+            for training in (False, True):
+                values, statistics = x.view(-1, size), (w.new_zeros(size), w.new_ones(size))
+                sums.append(batch_norm(values, *statistics, training=training).tanh().sum())
+        return sums
+
+    capture(step, [X, W])
+    assert [asked.count(name) for name in ("native_batch_norm", "tanh", "view")] == [2, 1, 0]
