@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import reprlib
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 __all__ = [
@@ -55,7 +56,18 @@ __all__ = [
 ]
 
 
-# Not public: what messages of ours repeat of errors that others raise.
+# Not public: how messages show values, and errors that others raise.
+
+
+def shown(value: object) -> str:
+    """Show a value in a message, cut where it is long; of an array its shape instead."""
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = short.maxdict = 64
+    short.maxstring = short.maxother = 80
+    text, shape = short.repr(value), getattr(value, "shape", "")
+    if isinstance(shape, tuple) and ("..." in text or "\n" in text):
+        return f"{type(value).__name__} of shape {tuple(shape)}"
+    return text
 
 
 def first_line(error: object) -> str:

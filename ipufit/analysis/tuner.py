@@ -31,7 +31,7 @@ from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.devices import clear_cache, is_out_of_memory
-from ipufit.utils.error_collector import ErrorCollector, at_least, is_finite
+from ipufit.utils.error_collector import ErrorCollector, at_least, number_in
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import fork_rng, preserve_state, train_mode
@@ -182,21 +182,19 @@ class LearningRates:
         return f"LearningRates({len(self.losses)} updates from {first:.3g} to {last:.3g}, {hint})"
 
 
-def _check_range(min_lr: float, max_lr: float, updates: int) -> None:
-    """Refuse a range that can't be tested.
+def _check_range(min_lr: float, max_lr: float, updates: int) -> Tuple[float, float, int]:
+    """Refuse a range that can't be tested, and return one that can.
 
     Raises:
         ConfigurationError: rates that are not positive and growing, or too few updates.
     """
-    for name, value in (("min_lr", min_lr), ("max_lr", max_lr)):
-        if not is_finite(value) or value <= 0:
-            raise ConfigurationError(f"{name} must be a positive number, got {value!r}.")
+    min_lr, max_lr = number_in("min_lr", min_lr), number_in("max_lr", max_lr)
     if min_lr >= max_lr:
         raise ConfigurationError(
             f"max_lr must be more than min_lr, got {max_lr!r} and {min_lr!r}. Try min_lr=1e-7, "
             "max_lr=10."
         )
-    at_least("updates", updates, 3, advice="100 gives a clear curve.")
+    return min_lr, max_lr, at_least("updates", updates, 3, advice="100 gives a clear curve.")
 
 
 def exponential_range(first: float, last: float, count: int) -> List[float]:
@@ -272,7 +270,7 @@ def find_lr(
     session = trial.session
     session.processes.require_single("find_lr", _ALONE)
     assert session.optimizer is not None
-    _check_range(*rates)
+    rates = _check_range(*rates)
     source = get_data_adapter(data, Mode.TRAIN, session.loss.in_module)
     work = session.resolve_work(
         source, True, ipus=ipus, gradient_accumulation=gradient_accumulation

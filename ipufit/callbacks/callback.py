@@ -12,7 +12,6 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
-    SupportsFloat,
     Tuple,
     TypeVar,
 )
@@ -320,20 +319,10 @@ def finite(owner: Callback, name: str, value: object, least: Optional[float] = N
     Raises:
         ConfigurationError: it is none, or below ``least``.
     """
-    number = as_float(value)
-    if not math.isfinite(number) or (least is not None and number < least):
-        limit = "" if least is None else f" of at least {least}"
-        raise ConfigurationError(
-            f"{name} of {type(owner).__name__} must be a finite number{limit}, got {value!r}."
-        )
-    return number
-
-
-def as_float(value: object) -> float:
-    """Convert what says of itself that it is a number; NaN for anything else."""
-    if isinstance(value, (bool, str, bytes)) or not isinstance(value, SupportsFloat):
-        return math.nan
-    return float(value)
+    limit = "" if least is None else f" of at least {least}"
+    words = (f"{name} of {type(owner).__name__}", value, f"a finite number{limit}")
+    low = -math.inf if least is None else least
+    return error_collector.number_in(*words, lambda n: math.isfinite(n) and n >= low)
 
 
 def missing_value(callback: object, name: str, available: Iterable[str]) -> ConfigurationError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Optional, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Protocol, Sequence
 
 import torch
 from torch import nn
@@ -17,12 +17,12 @@ from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.engines.program import Engine, Program
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partition
 from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes
-from ipufit.utils.error_collector import at_least_or_none
+from ipufit.utils.error_collector import as_list, at_least_or_none
 from ipufit.utils.interrupts import call_each
 
 if TYPE_CHECKING:
@@ -361,9 +361,9 @@ def checked(callbacks: object) -> List[Callback]:
     """
     if callbacks is None or isinstance(callbacks, Callback):
         callbacks = [] if callbacks is None else [callbacks]
-    if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Iterable):
+    listed = as_list(callbacks)
+    if listed is None:
         raise _refusal(callbacks, "Pass a list of objects: callbacks=[...]; [] for none.")
-    listed = list(callbacks)
     for callback in listed:
         if isinstance(callback, type):
             raise _refusal(callback, f"Pass an object: {callback.__name__}(...).")
@@ -396,7 +396,7 @@ def _check_hooks(callback: Callback) -> None:
 
 
 def _refusal(came: object, instead: str) -> ConfigurationError:
-    what = f"the class {came.__name__}" if isinstance(came, type) else repr(came)
+    what = f"the class {came.__name__}" if isinstance(came, type) else shown(came)
     return ConfigurationError(
         f"callbacks must be a list of ipufit.callbacks.Callback objects, got {what}. {instead}"
     )

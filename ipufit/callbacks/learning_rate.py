@@ -9,11 +9,12 @@ from typing import Callable, Dict, List, Mapping, Optional, Tuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ipufit.callbacks.callback import Callback, Logs, as_float, finite, one_of, stored, whole
+from ipufit.callbacks.callback import Callback, Logs, finite, one_of, stored, whole
 from ipufit.callbacks.stopping import Monitor
 from ipufit.core import Direction, Mention
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import say
+from ipufit.utils.error_collector import as_float
 
 
 def learning_rates(optimizer: Optimizer) -> List[float]:

@@ -11,11 +11,10 @@ import dataclasses
 import math
 import numbers
 import operator
-import reprlib
 from functools import cached_property, partial
 from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
 
-from ipufit.errors import PlanError
+from ipufit.errors import PlanError, shown
 from ipufit.utils.console import fold
 from ipufit.utils.error_collector import whole_number
 
@@ -183,7 +182,7 @@ def _kind(value: object) -> str:
         return "None is not allowed"
     name = type(value).__name__
     article = "an" if name[0].lower() in "aeiou" else "a"
-    return f"{reprlib.repr(value)} is {article} {name}"
+    return f"{shown(value)} is {article} {name}"
 
 
 class Place(NamedTuple):

@@ -19,7 +19,7 @@ from ipufit.core import (
 from ipufit.core.compile_arguments import AUTO, OFF, Backend
 from ipufit.core.objective_arguments import dtype_name
 from ipufit.errors import ConfigurationError
-from ipufit.utils.error_collector import ErrorCollector, at_least_or_none, is_finite, one_of
+from ipufit.utils.error_collector import ErrorCollector, at_least_or_none, number_in, one_of
 
 
 class HyperparameterSchedule(Protocol):
@@ -149,13 +149,9 @@ class Clip:
         names = [field.name for field in dataclasses.fields(self)]
         names = [name for name in names if getattr(self, name) is not None]
         for name in names:
-            value = getattr(self, name)
-            if not is_finite(value) or value <= 0:
-                raise ConfigurationError(
-                    f"Clip.{name} must be a positive number, got {value!r}. Leave it out for no "
-                    "clipping."
-                )
-            object.__setattr__(self, name, float(value))
+            advice = "Leave it out for no clipping."
+            number = number_in(f"Clip.{name}", getattr(self, name), advice=advice)
+            object.__setattr__(self, name, number)
         if len(names) > 1:
             raise ConfigurationError(
                 f"Clip takes at most one bound on gradients, got {' and '.join(names)}. Choose "
@@ -188,13 +184,15 @@ class EMA:
     overwrite_frequency: Optional[int] = None
 
     def __post_init__(self) -> None:
-        if not is_finite(self.momentum) or not 0 <= self.momentum <= 1:
-            raise ConfigurationError(
-                f"EMA.momentum must be between 0 and 1, got {self.momentum!r}. It is the weight "
-                "of the old average, such as 0.99."
-            )
+        momentum = number_in(
+            "EMA.momentum",
+            self.momentum,
+            "between 0 and 1",
+            lambda number: 0 <= number <= 1,
+            "It is the weight of the old average, such as 0.99.",
+        )
         every = at_least_or_none("EMA.overwrite_frequency", self.overwrite_frequency, 1)
-        object.__setattr__(self, "momentum", float(self.momentum))
+        object.__setattr__(self, "momentum", momentum)
         object.__setattr__(self, "overwrite_frequency", every)
 
 
@@ -218,10 +216,7 @@ class LossScale:
 
     def __post_init__(self) -> None:
         at_least_or_none("LossScale.growth_interval", self.growth_interval, 1)
-        if not is_finite(self.initial) or self.initial <= 0:
-            raise ConfigurationError(
-                f"LossScale.initial must be a positive number, got {self.initial!r}."
-            )
+        object.__setattr__(self, "initial", number_in("LossScale.initial", self.initial))
 
     @property
     def dynamic(self) -> bool:
@@ -280,12 +275,12 @@ class Precision:
             one_of("precision", self.name, (None, PrecisionName))
         with faults.collect():
             scale = self.loss_scale
-            is_scale = scale is None or scale == "dynamic" or isinstance(scale, LossScale)
-            if not is_scale and not (is_finite(scale) and scale > 0):  # type: ignore[operator]
-                raise ConfigurationError(
-                    "Precision.loss_scale must be None, a positive number, 'dynamic' or an "
-                    f"ipufit.LossScale, got {scale!r}. Pass 1 for no scaling under mixed_float16."
-                )
+            is_text = isinstance(scale, str) and scale == "dynamic"
+            if scale is not None and not is_text and not isinstance(scale, LossScale):
+                needed = "None, a positive number, 'dynamic' or an ipufit.LossScale"
+                advice = "Pass 1 for no scaling under mixed_float16."
+                number = number_in("Precision.loss_scale", scale, needed, advice=advice)
+                object.__setattr__(self, "loss_scale", number)
         with faults.collect():
             name = self.accumulation_dtype
             dtype = getattr(torch, name, None) if isinstance(name, str) else name

@@ -24,7 +24,7 @@ from ipufit.data.loaders import BatchSequence, batch_total
 from ipufit.data.sharding import Sharded
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
-from ipufit.errors import ConfigurationError, DataError
+from ipufit.errors import ConfigurationError, DataError, shown
 from ipufit.losses.loss import OwnLoss
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
@@ -114,7 +114,7 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
     with faults.collect():
         if arguments.shuffle is not None and not isinstance(arguments.shuffle, bool):
             raise ConfigurationError(
-                f"shuffle must be True, False or None, got {arguments.shuffle!r}."
+                f"shuffle must be True, False or None, got {shown(arguments.shuffle)}."
             )
     for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
         with faults.collect():

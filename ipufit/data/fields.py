@@ -11,7 +11,7 @@ from torch import nn
 
 from ipufit.core.batch import BatchParts, Mode, RawBatch
 from ipufit.data.in_memory import as_tensor, is_array, is_table
-from ipufit.errors import ConfigurationError, DataError
+from ipufit.errors import ConfigurationError, DataError, shown
 from ipufit.losses.loss import InputNames, Loss, OwnLoss, TargetNames
 from ipufit.utils import tree
 
@@ -420,12 +420,12 @@ def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
     if inputs is not None and loss.in_module == "whole":
         raise ConfigurationError(
             "inputs= names the fields for forward, but steps get the whole batch except its "
-            f"strings, got {inputs!r}. Leave it out."
+            f"strings, got {shown(inputs)}. Leave it out."
         )
     if targets is not None and loss.in_module and not loss.differentiates:
         raise ConfigurationError(
             "targets= names the targets of a loss, but with loss=None the module computes its "
-            f"own, got {targets!r}. Leave it out, or pass loss= to compile."
+            f"own, got {shown(targets)}. Leave it out, or pass loss= to compile."
         )
     input_names: InputNames = _names(inputs)
     if isinstance(inputs, Mapping) and _names([*inputs, *inputs.values()]):
@@ -433,14 +433,14 @@ def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
     if inputs is not None and not input_names:
         raise ConfigurationError(
             "inputs must be the name of a field of a batch, a list of names, or a dict from "
-            f"parameters of forward to names, got {inputs!r}. Write for example "
+            f"parameters of forward to names, got {shown(inputs)}. Write for example "
             "inputs=['image', 'mask']."
         )
     target_names = _names(targets)
     if targets is not None and not target_names:
         raise ConfigurationError(
             "targets must be the name of a field of a batch, or a list of names for a dict of "
-            f"targets, got {targets!r}. Write for example targets='label'."
+            f"targets, got {shown(targets)}. Write for example targets='label'."
         )
     return dataclasses.replace(loss, inputs=input_names, targets=target_names)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import operator
 from typing import (
     Callable,
     Dict,
@@ -15,7 +14,6 @@ from typing import (
     Protocol,
     Sequence,
     Sized,
-    SupportsIndex,
     Tuple,
     Union,
 )
@@ -25,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from ipufit.data.padding import Padding, as_plain
-from ipufit.errors import ConfigurationError, DataError
-from ipufit.utils import tree
+from ipufit.errors import ConfigurationError, DataError, shown
+from ipufit.utils import error_collector, tree
 from ipufit.utils.error_collector import ErrorCollector, at_least, at_least_or_none, one_of
 
 _BUCKETS = 8
@@ -213,12 +211,14 @@ def _lengths_of(dataset: _Samples, lengths: object) -> Tensor:
     elif callable(lengths):
         values = (lengths(dataset[index]) for index in range(count))
     else:
-        values = lengths if isinstance(lengths, Iterable) else [lengths]
+        listed = error_collector.as_list(lengths)
+        values = [lengths] if listed is None else listed
     came_as = list(values)
-    numbers = [operator.index(each) for each in came_as if isinstance(each, SupportsIndex)]
-    wrong = [each for each in came_as if not isinstance(each, SupportsIndex)]
+    whole = [*map(error_collector.whole_number, came_as)]
+    numbers = [number for number in whole if number is not None]
+    wrong = [each for each, number in zip(came_as, whole) if number is None]
     if wrong or not count or len(numbers) != count:
-        came = repr(wrong[0]) if wrong else str(len(numbers))
+        came = shown(wrong[0]) if wrong else str(len(numbers))
         raise ConfigurationError(
             f"lengths of LengthBuckets must be an integer for each of the {count} samples, got "
             f"{came}. Pass a list of them, or a function of a sample."

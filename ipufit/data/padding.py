@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from ipufit.data.in_memory import as_tensor, is_array
-from ipufit.errors import ConfigurationError, DataError
+from ipufit.errors import ConfigurationError, DataError, shown
 from ipufit.utils import tree
 from ipufit.utils.error_collector import is_number
 
@@ -230,7 +230,7 @@ class _PadValues:
         if not is_form or not all(map(is_number, values)):
             raise ConfigurationError(
                 "pad of LengthBuckets must be a number, a dict of numbers by the names of entries, "
-                f"a tuple of numbers by their places, or a tokenizer, got {pad!r}. Write for "
+                f"a tuple of numbers by their places, or a tokenizer, got {shown(pad)}. Write for "
                 "example pad={'input_ids': 1, 'labels': -100}."
             )
 

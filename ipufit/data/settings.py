@@ -6,7 +6,8 @@ import dataclasses
 import numbers
 from typing import Any, Collection, List, Optional, Union
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
+from ipufit.utils import error_collector
 from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least, at_least_or_none
 
 
@@ -97,11 +98,12 @@ class Validation(SettingsRepr):
             with faults.collect():
                 at_least_or_none(f"{name} of Validation", getattr(self, name), 1)
         with faults.collect():
-            if not isinstance(self.freq, Collection) or isinstance(self.freq, (str, bytes)):
-                at_least("freq of Validation", self.freq, 1, " or a collection of epochs")
-            else:
-                for epoch in self.freq:
-                    at_least("an epoch in freq of Validation", epoch, 1)
+            epochs = error_collector.as_list(self.freq)
+            if epochs is None:
+                freq = at_least("freq of Validation", self.freq, 1, " or a collection of epochs")
+                object.__setattr__(self, "freq", freq)
+            for epoch in epochs or ():
+                at_least("an epoch in freq of Validation", epoch, 1)
         faults.raise_all()
 
 
@@ -117,13 +119,13 @@ def validation_epochs(validation: Validation, epochs: range) -> List[int]:
         if not due:
             raise ConfigurationError(
                 f"freq of Validation must name an epoch from {epochs.start + 1} to {epochs.stop}, "
-                f"counted from 1, got {freq!r}."
+                f"counted from 1, got {shown(freq)}."
             )
         return due
     if freq > epochs.stop:
         raise ConfigurationError(
             f"freq of Validation must be at most {epochs.stop}, the number of the last epoch, got "
-            f"{freq!r}."
+            f"{shown(freq)}."
         )
     # Of a run in several calls of fit, some have no validation.
     return [epoch for epoch in epochs if (epoch + 1) % freq == 0]
@@ -138,8 +140,8 @@ def resolve_loading(loading: object) -> Loading:
     if loading is None or isinstance(loading, Loading):
         return loading or Loading()
     raise ConfigurationError(
-        f"loading must be an ipufit.Loading object or None, got {loading!r}. Write for example "
-        "Loading(limit_train_batches=10)."
+        f"loading must be an ipufit.Loading object or None, got {shown(loading)}. Write for "
+        "example Loading(limit_train_batches=10)."
     )
 
 
@@ -172,5 +174,5 @@ def _check_limit(name: str, value: Any, least: int) -> None:
     if is_integer or not isinstance(value, numbers.Real) or not 0 < float(value) <= 1:
         raise ConfigurationError(
             f"{name} must be a number of batches, an integer of at least {least}, or a fraction of "
-            f"the epoch, a float above 0 and up to 1.0, got {value!r}."
+            f"the epoch, a float above 0 and up to 1.0, got {shown(value)}."
         )

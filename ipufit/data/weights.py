@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Dict, Mapping, Optional, Sequence
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.data.in_memory import as_tensor
-from ipufit.errors import ConfigurationError, DataError
+from ipufit.errors import ConfigurationError, DataError, shown
 from ipufit.utils import tree
-from ipufit.utils.error_collector import whole_number
+from ipufit.utils.error_collector import number_in, whole_number
 
 _CHUNK = 1 << 20
 
@@ -141,7 +140,7 @@ class ClassWeights:
 
     def __init__(self, weights: object) -> None:
         if not isinstance(weights, Mapping) or not weights:
-            came = "an empty one" if isinstance(weights, Mapping) else repr(weights)
+            came = "an empty one" if isinstance(weights, Mapping) else shown(weights)
             raise ConfigurationError(
                 "class_weight must be a dict of weights by class index, such as {0: 1.0, 1: 5.0}, "
                 f"got {came}."
@@ -151,19 +150,13 @@ class ClassWeights:
             index = whole_number(key)
             if index is None or index < 0:
                 raise ConfigurationError(
-                    f"class_weight must have class indices from 0 as keys, got {key!r}. Count the "
-                    "classes from 0, as in the target."
+                    f"class_weight must have class indices from 0 as keys, got {shown(key)}. Count "
+                    "the classes from 0, as in the target."
                 )
-            if isinstance(value, bool) or not isinstance(value, numbers.Real):
-                raise ConfigurationError(
-                    f"class_weight[{key}] must be a number, got {value!r}. Write a float."
-                )
-            if not 0 <= float(value) < math.inf:
-                raise ConfigurationError(
-                    f"class_weight[{key}] must be finite and not negative, got {value!r}. Use 0 to "
-                    "leave a class out."
-                )
-            self.by_class[index] = float(value)
+            needed, advice = "a number, finite and not negative", "Use 0 to leave a class out."
+            words = (f"class_weight[{index}]", value, needed)
+            weight = number_in(*words, lambda number: 0 <= number < math.inf, advice)
+            self.by_class[index] = weight
 
     def of(self, target: object, name: str, dtype: Optional[torch.dtype] = None) -> Tensor:
         """Look up a weight for every sample, in torch's default dtype or a wider one.

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import numbers
 from typing import Any, Callable, Dict, List, Literal, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
@@ -18,11 +17,12 @@ from ipufit.core.objective_arguments import (
     required_names,
 )
 from ipufit.core.outputs import Key, label
-from ipufit.errors import ConfigurationError, LossError
+from ipufit.errors import ConfigurationError, LossError, shown
 from ipufit.losses.call import Call, CallLoss, arguments_of
 from ipufit.losses.loss import Loss, WholeBatch
 from ipufit.losses.named import by_name
 from ipufit.losses.train_step import TrainStep, resolve_steps
+from ipufit.utils.error_collector import as_float
 from ipufit.utils.names import check_log_name
 
 _REDUCTIONS: Dict[str, Literal["mean", "sum"]] = {
@@ -74,8 +74,8 @@ def resolve_loss(
         return _several(loss, loss_weights, options)
     if loss_weights is not None:
         raise ConfigurationError(
-            f"loss_weights is for a dict or list of losses, got {loss_weights!r} with one loss. "
-            "Leave it out, or multiply in a callable loss."
+            f"loss_weights is for a dict or list of losses, got {shown(loss_weights)} with one "
+            "loss. Leave it out, or multiply in a callable loss."
         )
     resolved = dataclasses.replace(_one(loss), **options)
     _check_options(resolved)
@@ -87,8 +87,8 @@ def _refuse_metrics(loss_weights: object) -> None:
     entries = loss_weights if isinstance(loss_weights, (list, tuple)) else [loss_weights]
     if any(isinstance(each, str) or callable(each) for each in entries):
         raise ConfigurationError(
-            f"loss_weights must be numbers, got {loss_weights!r}. As positional arguments, metrics "
-            "come after loss_weights, as in Keras 3. Write metrics=[...]."
+            f"loss_weights must be numbers, got {shown(loss_weights)}. As positional arguments, "
+            "metrics come after loss_weights, as in Keras 3. Write metrics=[...]."
         )
 
 
@@ -243,7 +243,7 @@ def _of_steps(steps: Sequence[object], loss_weights: object, options: Mapping[st
         )
     if loss_weights is not None:
         raise ConfigurationError(
-            f"loss_weights is for losses of outputs, got {loss_weights!r} with a TrainStep. "
+            f"loss_weights is for losses of outputs, got {shown(loss_weights)} with a TrainStep. "
             "Multiply in the step."
         )
     resolved = resolve_steps(of_users, options)
@@ -345,11 +345,10 @@ def _loss_weights(
             "Give one number for each loss."
         )
     for key, weight in weights.items():
-        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight):
+        if not math.isfinite(as_float(weight)):
             raise ConfigurationError(
-                f"loss_weights must be finite numbers, got {weight!r} for {label(key)!r}. Give for "
-                "example 0.5."
+                f"loss_weights must be finite numbers, got {shown(weight)} for {label(key)!r}. "
+                "Give for example 0.5."
             )
     return {key: float(weights.get(key, 1.0)) for key in keys}
 

@@ -9,7 +9,7 @@ from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Tu
 import torch
 from torch import nn
 
-from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.errors import ConfigurationError, UnknownNameError, shown
 from ipufit.partition.serialization import (
     WHOLE,
     CutWeight,
@@ -226,7 +226,7 @@ def _side(module: nn.Module, layers: object) -> Dict[int, _Work]:
     if not isinstance(layers, Mapping):
         raise ConfigurationError(
             "serialized layers must be a dict from names of layers to numbers of parts, got "
-            f"{layers!r}. Write for example {{'embed': 4}}."
+            f"{shown(layers)}. Write for example {{'embed': 4}}."
         )
     faults = ErrorCollector()
     works: List[_Work] = []

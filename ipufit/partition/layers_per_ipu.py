@@ -6,17 +6,16 @@ layer of a language model does, runs where the embedding is: in a further stage 
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
 from typing import AbstractSet, Any, Dict, Iterator, List, Sequence, Set, Tuple, Type, Union
 
 from torch import nn
 
-from ipufit.errors import PartitionError, UnknownNameError
+from ipufit.errors import PartitionError, UnknownNameError, shown
 from ipufit.partition.cut_layers import has_placed_parts, ipus_with_parts
 from ipufit.partition.partition import AFTER, first_called, is_called
 from ipufit.partition.request import PartitionRequest, count_of
-from ipufit.utils.error_collector import whole_number
+from ipufit.utils.error_collector import as_list, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ def repeated_layers(
         if not good or not names:
             raise PartitionError(
                 "layers must name the containers of the layers, as a string or a list of strings, "
-                f"got {named!r}. Write for example layers='encoder.layers'."
+                f"got {shown(named)}. Write for example layers='encoder.layers'."
             )
         return tuple(layer for name in names for layer in _layers_in(module, name))
     stacks = stacks_of(module) or _stacks_in("", module, (nn.ModuleDict,), set())
@@ -334,14 +333,12 @@ def _places(module: nn.Module, layers: Sequence[str]) -> str:
 
 
 def _whole_numbers(setting: Any, argument: str) -> List[int]:
-    is_list = isinstance(setting, collections.abc.Iterable)
-    is_list = is_list and not isinstance(setting, (str, collections.abc.Mapping))
-    listed = list(setting) if is_list else []
+    listed = as_list(setting) or []
     numbers = [n for n in map(whole_number, listed) if n is not None and n >= -1]
     if not numbers or len(numbers) < len(listed):
         raise PartitionError(
             f"{argument} must list a number of layers for every IPU, -1 for an even share of the "
-            f"rest, got {setting!r}. Write for example {argument}=[2, 3, -1, -1]."
+            f"rest, got {shown(setting)}. Write for example {argument}=[2, 3, -1, -1]."
         )
     return numbers
 

@@ -7,7 +7,7 @@ from typing import Any, Container, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
-from ipufit.errors import PartitionError, UnknownNameError
+from ipufit.errors import PartitionError, UnknownNameError, shown
 from ipufit.utils.error_collector import ErrorCollector, whole_number
 
 # How the names of the blocks begin that ipufit begins itself.
@@ -258,10 +258,12 @@ def _placed(setting: Any, argument: str) -> Placed:
     if is_pair and not len(numbers) == len(listed) == 2:
         raise PartitionError(
             f"{argument} as a pair must be the number of a stage and that of its IPU, both "
-            f"from 0, got {setting!r}. Write for example (2, 0)."
+            f"from 0, got {shown(setting)}. Write for example (2, 0)."
         )
     if not numbers:
-        raise PartitionError(f"{argument} must be the number of a stage, from 0, got {setting!r}.")
+        raise PartitionError(
+            f"{argument} must be the number of a stage, from 0, got {shown(setting)}."
+        )
     stage, *ipu = numbers
     return stage, ipu[0] if ipu else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Mapping, Optional, Sequence, Tuple, Union
 
-from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
+from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError, shown
 from ipufit.partition.partition import STRATEGIES
 from ipufit.utils.error_collector import ErrorCollector, one_of, whole_number
 from ipufit.utils.poptorch_sdk import sdk_kind
@@ -73,7 +73,7 @@ class Parallel:
         inference = self.inference
         if not isinstance(inference, Parallel):
             raise ConfigurationError(
-                f"Parallel.inference must be an ipufit.Parallel or None, got {inference!r}."
+                f"Parallel.inference must be an ipufit.Parallel or None, got {shown(inference)}."
             )
         for name in ("layers", "ipus_per_replica", "auto_round_ipus", "inference"):
             if getattr(inference, name) is not None:
@@ -146,7 +146,7 @@ def count_of(name: str, value: object) -> Optional[int]:
         return None
     count = whole_number(value)
     if count is None or count < 1:
-        raise PartitionError(f"{name} must be a positive whole number or None, got {value!r}.")
+        raise PartitionError(f"{name} must be a positive whole number or None, got {shown(value)}.")
     return count
 
 

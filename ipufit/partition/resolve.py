@@ -7,7 +7,7 @@ from typing import AbstractSet, Dict, Iterable, Mapping, Optional, Tuple
 
 from torch import nn
 
-from ipufit.errors import PartitionError
+from ipufit.errors import PartitionError, shown
 from ipufit.partition.cut_layers import has_placed_parts, ipus_of, ipus_with_parts
 from ipufit.partition.layers_per_ipu import Division, divide_layers
 from ipufit.partition.partition import Partition, Partitions, Placed, begun_by, named_stages
@@ -243,8 +243,8 @@ def _check_places_in_inference(module: nn.Module) -> None:
 def _named(module: nn.Module, stages: object, argument: str) -> Division:
     if not isinstance(stages, Mapping) or not stages:
         raise PartitionError(
-            f"{argument} must map names of modules to numbers of stages, got {stages!r}. Write for "
-            f"example {argument}={{'encoder': 0, 'head': 1}}."
+            f"{argument} must map names of modules to numbers of stages, got {shown(stages)}. "
+            f"Write for example {argument}={{'encoder': 0, 'head': 1}}."
         )
     placed = named_stages(module, stages, argument)
     pairs = {name: stage for name, (stage, _) in placed.items()}

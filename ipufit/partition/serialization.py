@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
 from ipufit.partition.partition import BLOCK
 from ipufit.utils.error_collector import at_least, one_of
 from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
@@ -135,7 +135,7 @@ def parts_of(layer: str, setting: Any) -> Parts:
 def _splits(layer: str, splits: object) -> Tuple[int, ...]:
     def refused(rule: str, cure: str) -> ConfigurationError:
         return ConfigurationError(
-            f"the splits per IPU of {layer!r} must {rule}, got {splits!r}. {cure}"
+            f"the splits per IPU of {layer!r} must {rule}, got {shown(splits)}. {cure}"
         )
 
     if not isinstance(splits, (list, tuple)) or not all(

@@ -22,7 +22,7 @@ from ipufit.planner.pipeline_schedule import (
 )
 from ipufit.planner.rendering import WIDTH, columns, flops, share, size, stage_title
 from ipufit.utils.console import TextReport, fold
-from ipufit.utils.error_collector import is_number, one_of
+from ipufit.utils.error_collector import number_in, one_of
 
 _STAGE = "stage begins with"
 _MEMORY_COLUMNS = (
@@ -166,11 +166,8 @@ class PartitionPlan(TextReport):
                 the limit.
         """
         schedule = self._schedule(schedule)
-        if not is_number(utilisation) or not 0 < utilisation <= 1:
-            raise ConfigurationError(
-                f"utilisation must be a number above 0 and at most 1, got {utilisation!r}. Write "
-                "0.9 for 90 %."
-            )
+        words = ("utilisation", utilisation, "a number above 0 and at most 1")
+        utilisation = number_in(*words, lambda number: 0 < number <= 1, "Write 0.9 for 90 %.")
         accumulation, limit = least_accumulation(
             schedule,
             *times_of(self.costs, schedule, self.planned.recompute),

@@ -9,8 +9,8 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.errors import ConfigurationError
 from ipufit.utils.console import TextReport
+from ipufit.utils.error_collector import number_in
 
 # Of the largest magnitude in a tensor, and besides that, by dtype: some thousand roundings.
 DEFAULTS: Dict[torch.dtype, Tuple[float, float]] = {
@@ -76,12 +76,10 @@ class Tolerance:
             ConfigurationError: one is neither None nor a number of at least 0.
         """
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value < math.inf):
-                raise ConfigurationError(
-                    f"{name} must be None or a number of at least 0, got {value!r}. Leave it out "
-                    "for the tolerance of the dtype."
-                )
+            if value is not None:
+                words = (name, value, "None or a number of at least 0")
+                advice = "Leave it out for the tolerance of the dtype."
+                number_in(*words, lambda number: 0 <= number < math.inf, advice)
 
     def of(self, dtype: torch.dtype, scale: float) -> float:
         """Compute the largest difference that is no fault.

@@ -15,7 +15,7 @@ from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapt
 from ipufit.data.in_memory import is_array, is_table
 from ipufit.data.settings import Loading, Validation, resolve_loading, resolve_validation, rivals
 from ipufit.data.source import DataAdapter
-from ipufit.errors import ConfigurationError, PlanError
+from ipufit.errors import ConfigurationError, PlanError, shown
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, at_least, at_least_or_none
 
@@ -86,6 +86,7 @@ class FitData:
             self.loading = resolve_loading(request.loading)
         self._faults = faults
         self._steps: Optional[int] = None
+        self._is_split = True  # until that is known
         self.validation = Validation()
         self.source: Optional[DataAdapter] = None
         self.held_out: Optional[DataAdapter] = None
@@ -118,8 +119,9 @@ class FitData:
         if not is_number or not 0 <= split < 1:
             raise ConfigurationError(
                 "validation_split must be a fraction of at least 0.0 and less than 1.0, got "
-                f"{split!r}. Try 0.2."
+                f"{shown(split)}. Try 0.2."
             )
+        self._is_split = bool(split)
         if split and self.validation.data is not None:
             raise ConfigurationError(
                 "validation_split and validation_data both say what to evaluate. Pass one of them."
@@ -180,7 +182,7 @@ class FitData:
             ConfigurationError: names them.
         """
         validation = self.validation
-        if validation.data is not None or self._request.validation_split:
+        if validation.data is not None or self._is_split:
             return
         names = ("ipus", "device_iterations", "steps", "batch_size")
         unused = [f"{n} of Validation" for n in names if getattr(validation, n) is not None]

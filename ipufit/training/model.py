@@ -32,7 +32,7 @@ from ipufit.data.adapters import DataArguments
 from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError, first_line
+from ipufit.errors import ConfigurationError, first_line, shown
 from ipufit.partition.request import Parallel
 from ipufit.tracing.validate import refuse_unready
 from ipufit.training import fit, makers_of_lightning_models, on_batch
@@ -88,8 +88,8 @@ class Model(InspectionMixin):
         with faults.collect():
             if not isinstance(module, nn.Module):
                 raise ConfigurationError(
-                    f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such "
-                    "as ipufit.Model(MyNet())."
+                    f"Model takes a torch.nn.Module object, got {shown(module)}. Pass an instance, "
+                    "such as ipufit.Model(MyNet())."
                 )
             refuse_unready(module, may_be_lazy=True)
         with faults.collect():

@@ -14,7 +14,7 @@ import textwrap
 import warnings
 from typing import Any, List, Literal, Mapping, Optional, TextIO, Tuple, Type, Union, cast
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
 
 # The folder of the package, with a separator at its end, as code objects name their files.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -159,21 +159,22 @@ def resolve_verbose(verbose: object) -> VerboseLevel:
     Raises:
         ConfigurationError: anything else, or rich is not installed.
     """
-    if verbose == "rich" and importlib.util.find_spec("rich") is None:
+    name = verbose if isinstance(verbose, str) else ""
+    if name == "rich" and importlib.util.find_spec("rich") is None:
         raise ConfigurationError(
             "verbose='rich' needs rich, which is not installed. Run: pip install ipufit[rich]"
         )
-    if verbose in ("auto", "rich"):
+    if name in ("auto", "rich"):
         if notebook_shell() is not None:
             return 1
         if terminal_size(sys.stderr)[0] is None:
             return 2
-        return 1 if verbose == "auto" else "rich"
-    if verbose in (0, 1, 2) and isinstance(verbose, int):
+        return 1 if name == "auto" else "rich"
+    if isinstance(verbose, int) and verbose in (0, 1, 2):
         return cast(VerboseLevel, int(verbose))
     raise ConfigurationError(
         "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or 'auto', got "
-        f"{verbose!r}."
+        f"{shown(verbose)}."
     )
 
 

@@ -11,10 +11,9 @@ import dataclasses
 import math
 import operator
 import os
-import reprlib
 from typing import Any, Callable, Dict, Iterator, List, Optional, Type, TypeVar, Union, get_args
 
-from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
+from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError, shown
 
 T = TypeVar("T")
 
@@ -138,6 +137,50 @@ def whole_number(value: Any) -> Optional[int]:
         return None
 
 
+def as_float(value: object) -> float:
+    """Convert one real number to a float; NaN for anything else: texts, bools, several numbers."""
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    if is_bool or isinstance(value, (str, bytes)):
+        return math.nan
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # an array with several elements has the method
+        return math.nan
+
+
+def as_list(value: object) -> Optional[List[Any]]:
+    """List what has elements, but is no text and no mapping; None of anything else."""
+    try:
+        return None if isinstance(value, (str, bytes, dict)) else list(value)  # type: ignore[call-overload]
+    except TypeError:  # a tensor without dimensions has the method
+        return None
+
+
+def number_in(
+    name: str,
+    value: object,
+    needed: str = "a positive number",
+    is_good: Callable[[float], bool] = lambda number: 0 < number < math.inf,
+    advice: str = "",
+) -> float:
+    """Check that an argument is a good number, by default a positive one, and return it as a float.
+
+    Args:
+        name: of the argument.
+        value: what came.
+        needed: what would have been good, for the message.
+        is_good: tells it of a number; of NaN, which stands for what is none, it says no.
+        advice: the last sentence of the error, which says which one to take.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    number = as_float(value)
+    if is_good(number):
+        return number
+    raise ConfigurationError(f"{name} must be {needed}, got {shown(value)}. {advice}".rstrip())
+
+
 def at_least(name: str, value: Any, least: int, also: str = "", advice: str = "") -> int:
     """Check that an argument is a whole number of at least ``least``, and return it as an int.
 
@@ -154,7 +197,7 @@ def at_least(name: str, value: Any, least: int, also: str = "", advice: str = ""
     number = whole_number(value)
     if number is not None and number >= least:
         return number
-    text = f"{name} must be an integer of at least {least}{also}, got {reprlib.repr(value)}. "
+    text = f"{name} must be an integer of at least {least}{also}, got {shown(value)}. "
     raise ConfigurationError((text + advice).rstrip())
 
 
@@ -170,11 +213,6 @@ def at_least_or_none(name: str, value: object, least: int, advice: str = "") -> 
 def is_number(value: object) -> bool:
     """Tell whether a value is a number of Python's, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_finite(value: Any) -> bool:
-    """Tell whether a value is such a number, and finite."""
-    return is_number(value) and math.isfinite(value)
 
 
 def one_of(name: str, value: T, choices: object, advice: str = "") -> T:
@@ -196,8 +234,8 @@ def one_of(name: str, value: T, choices: object, advice: str = "") -> T:
         if type(value) is type(word) and value == word:
             return value
     several = len(words) > 2
-    shown = (", " if several else " or ").join(map(repr, words))
-    text = f"{name} must be {'one of ' * several}{shown}, got {value!r}. {advice}"
+    right = (", " if several else " or ").join(map(repr, words))
+    text = f"{name} must be {'one of ' * several}{right}, got {shown(value)}. {advice}"
     raise ConfigurationError(text.rstrip())
 
 
@@ -214,7 +252,7 @@ def folder_of(name: str, value: object) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
         raise ConfigurationError(
-            f"{name} must be the path of a folder, got {value!r}. Use for example 'runs/1'."
+            f"{name} must be the path of a folder, got {shown(value)}. Use for example 'runs/1'."
         )
     return path
 
@@ -224,10 +262,9 @@ class SettingsRepr:
 
     def __repr__(self) -> str:
         settings: Any = self
-        shown = []
+        changed = []
         for field in dataclasses.fields(settings):
             value = getattr(self, field.name)
             if type(value) is not type(field.default) or value != field.default:
-                text = repr(value) if isinstance(value, str) else reprlib.repr(value)
-                shown.append(f"{field.name}={text}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+                changed.append(f"{field.name}={shown(value)}")
+        return f"{type(self).__name__}({', '.join(changed)})"

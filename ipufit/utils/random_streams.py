@@ -28,7 +28,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch import Tensor
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
 from ipufit.utils.devices import HOST, devices_in_use, generator_of, is_keyed
 from ipufit.utils.error_collector import whole_number
 from ipufit.utils.random_operators import HostDraws
@@ -189,7 +189,7 @@ def seed_everything(seed: Optional[int] = None) -> int:
     number = whole_number(seed)
     if number is None:
         raise ConfigurationError(
-            f"seed_everything needs an integer or None, got {seed!r}. Pass for example 0."
+            f"seed_everything needs an integer or None, got {shown(seed)}. Pass for example 0."
         )
     seed = number
     if not 0 <= seed < _LIMIT:

@@ -217,10 +217,10 @@ def test_class_weights_of_other_targets_are_refused(target, came):
         ({-1: 1.0}, "class_weight must have class indices from 0 as keys, got -1."),
         ({True: 1.0}, "class_weight must have class indices from 0 as keys, got True."),
         ({torch.tensor(2.0): 1.0}, "class indices from 0 as keys, got tensor(2.)."),
-        ({0: "much"}, "class_weight[0] must be a number, got 'much'. Write a float."),
-        ({0: -1.0}, "class_weight[0] must be finite and not negative, got -1.0."),
-        ({0: float("nan")}, "class_weight[0] must be finite and not negative, got nan."),
-        ({0: float("inf")}, "class_weight[0] must be finite and not negative, got inf."),
+        ({0: "much"}, "class_weight[0] must be a number, finite and not negative, got 'much'."),
+        ({0: -1.0}, "class_weight[0] must be a number, finite and not negative, got -1.0."),
+        ({0: float("nan")}, "class_weight[0] must be a number, finite and not negative, got nan."),
+        ({0: float("inf")}, "class_weight[0] must be a number, finite and not negative, got inf."),
     ],
 )
 def test_a_class_weight_that_is_none_is_refused(value, text):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-import operator
-from typing import Callable, Dict, Literal, Optional, SupportsIndex, Tuple, Type, Union
+from typing import Callable, Dict, Literal, Optional, Tuple, Type, Union
 
-from ipufit.errors import ConfigurationError, UnknownNameError
-from ipufit.utils.error_collector import SettingsRepr, at_least_or_none, is_finite, one_of
+from ipufit.errors import ConfigurationError, UnknownNameError, shown
+from ipufit.utils import error_collector
+from ipufit.utils.error_collector import SettingsRepr, at_least_or_none, one_of
 
 DecayShape = Literal["cosine", "linear", "1-sqrt"]
 CycleShape = Literal["cosine", "linear"]
@@ -38,7 +38,8 @@ class Curve(SettingsRepr, abc.ABC):
         for name, least in _LEAST.items():
             if hasattr(self, name):
                 self._check_number(name, least)
-        at_least_or_none(f"total of {type(self).__name__}", self.total, 1)
+        total = at_least_or_none(f"total of {type(self).__name__}", self.total, 1)
+        object.__setattr__(self, "total", total)
 
     @abc.abstractmethod
     def multiplier(self, update: int, length: int) -> float:
@@ -70,27 +71,23 @@ class Curve(SettingsRepr, abc.ABC):
     def _check_span(self, name: str) -> None:
         """Refuse what is no number of updates and no share of the run."""
         value = getattr(self, name)
-        if isinstance(value, float) and 0 <= value < 1:
-            return
-        if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-            object.__setattr__(self, name, operator.index(value))
-            if operator.index(value) >= 0:
-                return
-        raise ConfigurationError(
-            f"{name} of {type(self).__name__} must be a whole number of updates, or a share of the "
-            f"run as a float less than 1, got {value!r}. Write for example {name}=100, or "
-            f"{name}=0.1."
+        needed = "a whole number of updates, or a share of the run as a float less than 1"
+        updates = error_collector.whole_number(value)
+        most = 1 if updates is None else math.inf
+        words = (
+            f"{name} of {type(self).__name__}",
+            value,
+            needed,
+            lambda number: 0 <= number < most,
         )
+        share = error_collector.number_in(*words, f"Write for example {name}=100, or {name}=0.1.")
+        object.__setattr__(self, name, share if updates is None else updates)
 
     def _check_number(self, name: str, least: float) -> None:
-        value = getattr(self, name)
-        if is_finite(value) and least <= value:
-            object.__setattr__(self, name, float(value))
-            return
-        raise ConfigurationError(
-            f"{name} of {type(self).__name__} must be a finite number of at least {least:g}, got "
-            f"{value!r}."
-        )
+        needed = f"a finite number of at least {least:g}"
+        words = (f"{name} of {type(self).__name__}", getattr(self, name), needed)
+        number = error_collector.number_in(*words, lambda number: least <= number < math.inf)
+        object.__setattr__(self, name, number)
 
 
 class _WarmedUp(Curve):
@@ -324,10 +321,11 @@ class OneCycle(Curve):
         if self.momentum is None:
             return
         pair = tuple(self.momentum) if isinstance(self.momentum, (tuple, list)) else ()
-        if len(pair) != 2 or not all(is_finite(each) and 0 <= each < 1 for each in pair):
+        pair = tuple(map(error_collector.as_float, pair))
+        if len(pair) != 2 or not all(0 <= each < 1 for each in pair):
             raise ConfigurationError(
                 "momentum of OneCycle must be two numbers of at least 0 and less than 1, or None, "
-                f"got {self.momentum!r}. Write for example momentum=(0.85, 0.95)."
+                f"got {shown(self.momentum)}. Write for example momentum=(0.85, 0.95)."
             )
         object.__setattr__(self, "momentum", pair)
 

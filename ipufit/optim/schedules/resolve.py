@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.core import Interval
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
 from ipufit.optim.schedules import settings
 from ipufit.optim.schedules.by_optimizer import MemberSchedules, schedules_by_member
 from ipufit.optim.schedules.curves import ENDLESS, Curve, OneCycle, curve_by_name, resolve_length
@@ -388,7 +388,7 @@ def _schedule(scheduler: object, optimizer: torch.optim.Optimizer, per_update: b
         scheduler = scheduler.scheduler
     if type(frequency) is not int or frequency < 1:
         raise ConfigurationError(
-            f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."
+            f"the frequency of a scheduler must be a number of at least 1, got {shown(frequency)}."
         )
     schedule = _stepped(scheduler, optimizer, per_update, monitor)
     schedule.frequency = frequency
@@ -468,7 +468,7 @@ def _parts(scheduler: object, groups: int) -> List[_ScheduledGroups]:
     )
     raise ConfigurationError(
         "lr_scheduler must be a name, an object of torch.optim.lr_scheduler, a factory, a callable "
-        f"or a dict of callables, got {came or repr(scheduler)}. Pass for example 'cosine' or "
+        f"or a dict of callables, got {came or shown(scheduler)}. Pass for example 'cosine' or "
         f"{_SPELLINGS}; torch's SequentialLR and ChainedScheduler combine several."
     )
 

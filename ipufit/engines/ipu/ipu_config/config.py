@@ -17,14 +17,13 @@ from ipufit.engines.ipu.ipu_config.parameters import (
     check_value,
     is_default,
     nearest,
-    shown,
     twin,
     values_of,
 )
 from ipufit.engines.ipu.ipu_config.serialization import Path, Token
 from ipufit.engines.ipu.ipu_config.settings import changed_parameters, effects_of, to_options
 from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
 from ipufit.utils.files import write_text
 
 Memory = Union[float, Sequence[float]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import reprlib
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 from ipufit.core import CONFIG_OUTPUT_MODES, ConfigOutputMode
+from ipufit.errors import shown
 from ipufit.partition.serialization import side_by_side
-from ipufit.utils.error_collector import whole_number
+from ipufit.utils.error_collector import as_float, whole_number
 
 _TWIN = "inference_"
 
@@ -79,9 +79,10 @@ def _seed(value: object) -> int:
 
 
 def _proportion(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    number = as_float(value)
+    if not 0 <= number <= 1:
         raise _UnfitError
-    return float(value)
+    return number
 
 
 def _proportions(value: object) -> Union[float, List[float]]:
@@ -229,14 +230,6 @@ def check_value(name: str, value: object, faults: List[str], title: str = "") ->
             f"{example}."
         )
         return parameter.default
-
-
-def shown(value: object) -> str:
-    """Format a value for a message, cut where it is long."""
-    short = reprlib.Repr()
-    short.maxlist = short.maxtuple = 64
-    short.maxstring = short.maxother = 80
-    return short.repr(value)
 
 
 def nearest(name: str, names: Iterable[str] = PARAMETERS) -> str:

@@ -7,8 +7,8 @@ import re
 from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ipufit.core import PODS, PodType
-from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, check_value, nearest, shown
-from ipufit.errors import ConfigurationError
+from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, check_value, nearest
+from ipufit.errors import ConfigurationError, shown
 
 # Written into every file; they say nothing about a run.
 _ABOUT = frozenset(

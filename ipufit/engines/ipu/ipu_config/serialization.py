@@ -13,8 +13,7 @@ import re
 from types import ModuleType
 from typing import Dict, Iterator, List, NoReturn, Optional, Tuple, Union
 
-from ipufit.engines.ipu.ipu_config.parameters import shown
-from ipufit.errors import ConfigurationError, brief_error
+from ipufit.errors import ConfigurationError, brief_error, shown
 
 Path = Union[str, "os.PathLike[str]"]
 # One of its own, True for that of the login, False for none.

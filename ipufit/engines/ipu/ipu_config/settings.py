@@ -14,11 +14,11 @@ from ipufit.engines.ipu.effects import (
     parameter_effects,
     trains_over_processes,
 )
-from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, ParameterValues, shown, values_of
+from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, ParameterValues, values_of
 from ipufit.engines.ipu.options import new_options
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.engines.ipu_settings import IpuSettings, LayerCut, ModeSettings, Setting, times
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, shown
 from ipufit.partition.embedding_layers import KINDS
 from ipufit.processes import current
 from ipufit.utils.random_streams import isolated
