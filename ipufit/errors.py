@@ -70,6 +70,11 @@ def shown(value: object) -> str:
     return text
 
 
+def unfit(name: str, needed: str, value: object, advice: str = "") -> ConfigurationError:
+    """Make the error for an argument: what is needed, what came, and a sentence on what to do."""
+    return ConfigurationError(f"{name} must be {needed}, got {shown(value)}. {advice}".rstrip())
+
+
 def first_line(error: object) -> str:
     """Return the first line of an error's text without its full stop; torch adds its C++ stack."""
     return str(error).strip().partition("\n")[0].rstrip(".")

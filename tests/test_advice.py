@@ -55,6 +55,21 @@ class OwnLoss(nn.Module):
         return outputs, outputs.square().mean()
 
 
+class Silent(nn.Linear):
+    """Forgets to return."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        super().forward(x)
+
+
+def pictures():
+    """Classifies pictures; a convolution takes one without a batch too, what follows does not."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 3))
+
+
 class Numbered:
     """Items that are picked by number, and nothing else."""
 
@@ -245,12 +260,41 @@ ADVICE = {
     ),
     "texts": (
         lambda: fit(X, ["a", "b", "c"] * 4, model=compiled(loss="cross_entropy")),
-        "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out.",
+        "Number it, all data alike, with numbers = {text: i for i, text in "
+        "enumerate(sorted(set(values)))} and [numbers[text] for text in values]",
         lambda: fit(
             X,
-            np.unique(["a", "b", "c"] * 4, return_inverse=True)[1],
+            (lambda numbers, values: [numbers[text] for text in values])(
+                {text: i for i, text in enumerate(sorted(set(["a", "b", "c"] * 4)))},
+                ["a", "b", "c"] * 4,
+            ),
             model=compiled(loss="cross_entropy"),
         ),
+    ),
+    "nothing returned": (
+        lambda: compiled(module=Silent()).predict(X, **QUIET),
+        "End it with return and the outputs.",
+        lambda: compiled(module=linear()).predict(X, **QUIET),
+    ),
+    "one sample": (
+        lambda: compiled().predict(X[0], **QUIET),
+        "If x is one sample, pass x[None].",
+        lambda: compiled().predict(X[0][None], **QUIET),
+    ),
+    "one picture": (
+        lambda: compiled(module=pictures()).predict(torch.ones(3, 8, 8), **QUIET),
+        "If x is one sample, pass x[None].",
+        lambda: compiled(module=pictures()).predict(torch.ones(3, 8, 8)[None], **QUIET),
+    ),
+    "a target for predict": (
+        lambda: compiled().predict(X, Y, **QUIET),
+        "predict takes x, but no target.",
+        lambda: compiled().predict(X, **QUIET),
+    ),
+    "weights by position": (
+        lambda: compiled().evaluate(X, Y, torch.ones(12), **QUIET),
+        "Pass weights by name, sample_weight=weights.",
+        lambda: compiled().evaluate(X, Y, sample_weight=torch.ones(12), **QUIET),
     ),
     "classes in floating point": (
         lambda: fit(X, np.array([0.0, 1.0, 2.0] * 4), model=compiled(loss="cross_entropy")),

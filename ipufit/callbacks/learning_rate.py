@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ipufit.callbacks.callback import Callback, Logs, finite, one_of, stored, whole
 from ipufit.callbacks.stopping import Monitor
 from ipufit.core import Direction, Mention
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.utils.console import say
 from ipufit.utils.error_collector import as_float
 
@@ -152,10 +152,8 @@ class ReduceLROnPlateau(Monitor):
         super().__init__(monitor, mode, min_delta)
         self.factor: float = finite(self, "factor", factor)
         if not 0 < self.factor < 1:
-            raise ConfigurationError(
-                f"factor of ReduceLROnPlateau must be between 0 and 1, so that the learning rate "
-                f"becomes smaller, got {factor!r}. Try 0.1."
-            )
+            needed = "between 0 and 1, so that the learning rate becomes smaller"
+            raise unfit("factor of ReduceLROnPlateau", needed, factor, "Try 0.1.")
         self.patience: int = whole(self, "patience", patience)
         self.verbose: int = one_of(self, "verbose", verbose, Mention)
         self.cooldown: int = whole(self, "cooldown", cooldown)

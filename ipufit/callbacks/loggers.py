@@ -16,7 +16,7 @@ from typing import IO, Any, Callable, Dict, Iterator, List, Literal, Mapping, Op
 
 from ipufit.callbacks import callback
 from ipufit.callbacks.learning_rate import log_rates
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.optim.several import name_of_optimizer
 from ipufit.utils.console import warn_user
 from ipufit.utils.files import replace_file
@@ -156,10 +156,8 @@ class CSVLogger(callback.Callback):
         super().__init__()
         self.filename: str = os.fspath(filename)
         if not isinstance(separator, str) or len(separator) != 1 or separator in '\r\n"':
-            raise ConfigurationError(
-                "separator of CSVLogger must be one character, but not a quote or a line end, "
-                f"got {separator!r}. Use ',' or ';' or '\\t'."
-            )
+            needed = "one character, but not a quote or a line end"
+            raise unfit("separator of CSVLogger", needed, separator, "Use ',' or ';' or '\\t'.")
         self.separator = separator
         self.append: bool = callback.one_of(self, "append", append, (True, False))
         self._columns: List[str] = []
@@ -350,10 +348,9 @@ class RemoteMonitor(callback.Callback):
     ) -> None:
         super().__init__()
         if not isinstance(root, str) or not root.startswith(("http://", "https://")):
-            raise ConfigurationError(
-                "root of RemoteMonitor must be an address that starts with http:// or https://, "
-                f"got {root!r}. Write for example 'http://localhost:9000'."
-            )
+            needed = "an address that starts with http:// or https://"
+            advice = "Write for example 'http://localhost:9000'."
+            raise unfit("root of RemoteMonitor", needed, root, advice)
         self.root = root
         self.path = path
         self.field = field

@@ -12,7 +12,7 @@ from ipufit.callbacks.callback import Callback, Logs, finite, missing_value, one
 from ipufit.callbacks.history import improves, required_direction
 from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import WeightsCopy
-from ipufit.errors import NAN_ADVICE, ConfigurationError, NonFiniteLossError
+from ipufit.errors import NAN_ADVICE, ConfigurationError, NonFiniteLossError, unfit
 from ipufit.utils.console import say, warn_user
 
 T = TypeVar("T")
@@ -43,10 +43,8 @@ class Monitor(Callback):
         super().__init__()
         self.best: Optional[float] = None
         if not isinstance(monitor, str) or not monitor:
-            raise ConfigurationError(
-                f"monitor of {type(self).__name__} must be the name of a value, such as "
-                f"'val_loss', got {monitor!r}."
-            )
+            needed = "the name of a value, such as 'val_loss'"
+            raise unfit(f"monitor of {type(self).__name__}", needed, monitor)
         self.monitor = monitor
         self.mode: str = one_of(self, "mode", mode, Direction)
         self.min_delta: float = abs(finite(self, "min_delta", min_delta))

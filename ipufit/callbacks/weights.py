@@ -12,7 +12,7 @@ from ipufit.callbacks.callback import Callback, Logs, UpdateCount, finite, one_o
 from ipufit.callbacks.stopping import Monitor
 from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import check_path
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.utils.console import say
 
 
@@ -65,11 +65,11 @@ class ModelCheckpoint(Monitor):
         self.verbose: int = one_of(self, "verbose", verbose, Mention)
         self.save_best_only: bool = one_of(self, "save_best_only", save_best_only, (True, False))
         if save_weights_only is not True:
-            raise ConfigurationError(
-                f"save_weights_only of ModelCheckpoint must be True, got {save_weights_only!r}. "
+            advice = (
                 "Leave it out to write weights; fit(checkpoint='runs/1') writes checkpoints of "
-                "the whole training."
             )
+            name, advice = "save_weights_only of ModelCheckpoint", f"{advice}the whole training."
+            raise unfit(name, "True", save_weights_only, advice)
         self.save_freq = save_freq
         if save_freq != "epoch":
             self.every_updates: Optional[int] = whole(self, "save_freq", save_freq, 1)

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from ipufit.callbacks.callback import EVENTS, Callback, Event, Logs, overrides, whole
 from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.weights import ModelCheckpoint
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 
 
 class Asynchronous(Callback):
@@ -209,8 +209,6 @@ class LambdaCallback(Callback):
             if function is None:
                 continue
             if not callable(function):
-                raise ConfigurationError(
-                    f"{name} of LambdaCallback must be a function or None, got {function!r}. Write "
-                    "for example on_epoch_end=lambda epoch, logs: print(logs)."
-                )
+                advice = "Write for example on_epoch_end=lambda epoch, logs: print(logs)."
+                raise unfit(f"{name} of LambdaCallback", "a function or None", function, advice)
             setattr(self, name, function)

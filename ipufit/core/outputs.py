@@ -119,10 +119,11 @@ def check_rows(outputs: tree.Tree, batch: MicroBatch) -> tree.Tree:
         return outputs
     for path, leaf in tree.flatten_with_paths(outputs, "output")[0]:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
+            single = " If x is one sample, pass x[None]." if leaf.dim() else ""
             raise DataError(
                 f"predict returns one row per sample, but {path} has shape {tuple(leaf.shape)} "
                 f"for {size} samples. Return it with the samples along its first dimension, or "
-                "do not return it in eval mode."
+                f"do not return it in eval mode.{single}"
             )
     return outputs
 

@@ -24,11 +24,11 @@ from ipufit.data.loaders import BatchSequence, batch_total
 from ipufit.data.sharding import Sharded
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
-from ipufit.errors import ConfigurationError, DataError, shown
+from ipufit.errors import ConfigurationError, DataError, unfit
 from ipufit.losses.loss import OwnLoss
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
-from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.error_collector import ErrorCollector, as_list, at_least
 from ipufit.utils.poptorch_sdk import sdk_kind
 
 _DEFAULT_BATCH_SIZE = 32  # Keras'
@@ -110,12 +110,14 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
     size = _DEFAULT_BATCH_SIZE
     with faults.collect():
         if arguments.batch_size is not None:
-            size = at_least(arguments.batch_size_name, arguments.batch_size, 1, " or None")
+            name, advice = arguments.batch_size_name, "Pass weights by name, sample_weight=weights."
+            if mode is Mode.PREDICT:
+                advice = "predict takes x, but no target."
+            advice = "" if as_list(arguments.batch_size) is None else advice
+            size = at_least(name, arguments.batch_size, 1, " or None", advice)
     with faults.collect():
         if arguments.shuffle is not None and not isinstance(arguments.shuffle, bool):
-            raise ConfigurationError(
-                f"shuffle must be True, False or None, got {shown(arguments.shuffle)}."
-            )
+            raise unfit("shuffle", "True, False or None", arguments.shuffle)
     for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
         with faults.collect():
             check(arguments, kind)

@@ -13,7 +13,7 @@ from ipufit.core.batch import BatchParts, CombinedBatch, MicroBatch, Mode, RawBa
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.fields import BatchForm
-from ipufit.data.in_memory import ReadAhead, RowBlock, as_tensor, is_table
+from ipufit.data.in_memory import ReadAhead, RowBlock, as_tensor, is_table, unequal_sizes
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import check_weight, ones_like
@@ -286,13 +286,10 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
             "along its first dimension."
         )
     first_name, size = sizes[0]
-    for name, other in sizes:
+    for _, other in sizes:
         if other != size:
-            raise DataError(
-                f"{where}all parts must have the same number of samples, but "
-                f"{first_name[len(where) :]} has {size} and {name[len(where) :]} has {other}. "
-                "Check the dataset or collate_fn."
-            )
+            short = [[(name[len(where) :], e) for name, e in pairs] for pairs in (sizes, named)]
+            raise unequal_sizes(short[0], short[1], where, "Check the dataset or collate_fn.")
     if size == 0:
         raise DataError(f"{first_name} has no samples. Leave empty batches out of the loader.")
     return int(size)

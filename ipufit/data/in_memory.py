@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from ipufit.core.batch import RawBatch
-from ipufit.errors import DataError, first_line
+from ipufit.errors import DataError, first_line, shown
 from ipufit.utils import tree
 from ipufit.utils.random_streams import Seeds
 
@@ -334,14 +334,22 @@ def _frame_as_array(frame: tree.Leaf, name: str) -> tree.Leaf:
 
 def _no_numbers(name: str, dtype: object, kind: str, values: Iterable[object]) -> DataError:
     """Make the error for data of a dtype of this kind, as NumPy has it, and what helps."""
-    cure = "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out."
-    if kind in "Mm":
+    first = next(iter(values), None)
+    came, cure = str(dtype), "Give each sample a number, or as many as all others, in one array."
+    if isinstance(first, str):
+        came = f"text such as {shown(str(first))} ({dtype})"
+        cure = (
+            "Number it, all data alike, with numbers = {text: i for i, text in "
+            "enumerate(sorted(set(values)))} and [numbers[text] for text in values]; or leave the "
+            "column out."
+        )
+    elif kind in "Mm":
         cure = "Convert it to numbers first: numpy.asarray(values).astype('int64')."
     elif kind == "V":
         cure = "Pass numpy.lib.recfunctions.structured_to_unstructured(values)."
-    elif isinstance(next(iter(values), None), numbers.Number):
+    elif isinstance(first, numbers.Number):
         cure = "Convert it to one dtype: numpy.asarray(values).astype('float32')."
-    return DataError(f"{name} must hold numbers, got {dtype}. {cure}")
+    return DataError(f"{name} must hold numbers, got {came}. {cure}")
 
 
 def as_tensor(value: tree.Leaf, name: str) -> tree.Leaf:
@@ -448,19 +456,40 @@ def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
                 f"program's inputs. Pass {name}.detach()."
             )
         sizes.append(int(leaf.shape[0]))
-    for name, size in zip(names, sizes):
-        if size != sizes[0]:
-            root = names[0].partition("[")[0]
-            cure = "Every part needs one row for each sample."
-            if names[0] == f"{root}[0]":
-                cure = "A list holds one array per input; turn samples into one with numpy.stack."
-            raise DataError(
-                f"{role}: all parts must have the same number of samples, but {names[0]} has "
-                f"{sizes[0]} and {name} has {size}. {cure}"
-            )
+    if len(set(sizes)) > 1:
+        cure = "Every part needs one row for each sample."
+        if names[0] == f"{names[0].partition('[')[0]}[0]":
+            cure = "A list holds one array per input; turn samples into one with numpy.stack."
+        raise unequal_sizes(list(zip(names, sizes)), list(zip(names, leaves)), f"{role}: ", cure)
     if sizes[0] == 0:
         raise DataError(f"{role}: {names[0]} has no samples. Pass at least one.")
     return sizes[0]
+
+
+def unequal_sizes(
+    sizes: Sequence[Tuple[str, int]], named: Sequence[Tuple[str, tree.Leaf]], where: str, cure: str
+) -> DataError:
+    """Make the error for parts of a batch, or of all data, that have not as many samples each.
+
+    Args:
+        sizes: numbers of samples, each with the name of its part.
+        named: all parts by name.
+        where: begin of the message and of names.
+        cure: end of the message, but where a part looks like the offsets of an EmbeddingBag.
+    """
+    first, size = sizes[0]
+    other = next(pair for pair in sizes if pair[1] != size)
+    for name, leaf in named:
+        if is_array(leaf) and leaf.ndim == 1 and leaf.shape[0] > 1:
+            begins = torch.as_tensor(leaf)
+            grows = not begins.is_floating_point() and bool((begins[1:] > begins[:-1]).all())
+            if grows and begins[0] == 0:
+                cure = (
+                    f"If {name} are the offsets of an EmbeddingBag, pad the bags instead: "
+                    "nn.EmbeddingBag(..., padding_idx=0) takes indices of shape (batch, length)."
+                )
+    text = f"all parts must have the same number of samples, but {first} has {size} and {other[0]}"
+    return DataError(f"{where}{text} has {other[1]}. {cure}")
 
 
 def _refuse_gaps(leaf: object, where: str, name: str) -> None:

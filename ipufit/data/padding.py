@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from ipufit.data.in_memory import as_tensor, is_array
-from ipufit.errors import ConfigurationError, DataError, shown
+from ipufit.errors import ConfigurationError, DataError, unfit
 from ipufit.utils import tree
 from ipufit.utils.error_collector import is_number
 
@@ -228,10 +228,10 @@ class _PadValues:
         is_form = hasattr(pad, "pad_token_id") or isinstance(pad, (Mapping, tuple, int, float))
         values = [pad] if isinstance(pad, bool) else self._by_key.values()
         if not is_form or not all(map(is_number, values)):
-            raise ConfigurationError(
-                "pad of LengthBuckets must be a number, a dict of numbers by the names of entries, "
-                f"a tuple of numbers by their places, or a tokenizer, got {shown(pad)}. Write for "
-                "example pad={'input_ids': 1, 'labels': -100}."
+            needed = "a number, a dict of numbers by the names of entries, a tuple of numbers by "
+            advice = "Write for example pad={'input_ids': 1, 'labels': -100}."
+            raise unfit(
+                "pad of LengthBuckets", f"{needed}their places, or a tokenizer", pad, advice
             )
 
     def _read_tokenizer(self, tokenizer: Any) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import numbers
 from typing import Any, Collection, List, Optional, Union
 
-from ipufit.errors import ConfigurationError, shown
+from ipufit.errors import ConfigurationError, shown, unfit
 from ipufit.utils import error_collector
 from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least, at_least_or_none
 
@@ -139,10 +139,8 @@ def resolve_loading(loading: object) -> Loading:
     """
     if loading is None or isinstance(loading, Loading):
         return loading or Loading()
-    raise ConfigurationError(
-        f"loading must be an ipufit.Loading object or None, got {shown(loading)}. Write for "
-        "example Loading(limit_train_batches=10)."
-    )
+    advice = "Write for example Loading(limit_train_batches=10)."
+    raise unfit("loading", "an ipufit.Loading object or None", loading, advice)
 
 
 def resolve_validation(data: object) -> Validation:
@@ -172,7 +170,5 @@ def _check_limit(name: str, value: Any, least: int) -> None:
     if value is None or (is_integer and not isinstance(value, bool) and int(value) >= least):
         return
     if is_integer or not isinstance(value, numbers.Real) or not 0 < float(value) <= 1:
-        raise ConfigurationError(
-            f"{name} must be a number of batches, an integer of at least {least}, or a fraction of "
-            f"the epoch, a float above 0 and up to 1.0, got {shown(value)}."
-        )
+        needed = f"a number of batches, an integer of at least {least}, or a fraction of the epoch"
+        raise unfit(name, f"{needed}, a float above 0 and up to 1.0", value)

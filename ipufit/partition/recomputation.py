@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 from torch import Tensor, nn
 
 from ipufit.core.compile_arguments import OFF
-from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.errors import ConfigurationError, UnknownNameError, unfit
 from ipufit.partition.partition import is_called
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
@@ -61,10 +61,9 @@ def _repeated(module: nn.Module) -> List[str]:
 def _named(module: nn.Module, recompute: object) -> List[str]:
     patterns = [recompute] if isinstance(recompute, str) else recompute
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(n, str) for n in patterns):
-        raise ConfigurationError(
-            f"Memory.recompute must be True, False, or names of layers, got {recompute!r}. Write "
-            "for example recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'."
-        )
+        advice = "Write for example recompute=['encoder.layers.0', 'encoder.layers.1'] or "
+        needed = "True, False, or names of layers"
+        raise unfit("Memory.recompute", needed, recompute, f"{advice}'encoder.layers.*'.")
     modules = {name: part for name, part in module.named_modules() if name}
     wanted: Dict[str, None] = {}
     for name in patterns:

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerAction, record_function
 
 from ipufit.callbacks import Callback
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.report.run import EXECUTIONS, FACTS, POPVISION, TORCH_TRACE
 from ipufit.utils.console import warn_user
 from ipufit.utils.error_collector import folder_of, one_of
@@ -61,10 +61,8 @@ class Report(Callback):
         one_of("operators of Report", operators, (True, False))
         missing = [name for name in ("start", "step", "stop") if not hasattr(profiler, name)]
         if profiler is not None and (isinstance(profiler, type) or missing):
-            raise ConfigurationError(
-                "profiler of Report must be an object like torch.profiler.profile(...), which has "
-                f"start, step and stop, got {profiler!r}. Leave it out for none."
-            )
+            needed = "an object like torch.profiler.profile(...), which has start, step and stop"
+            raise unfit("profiler of Report", needed, profiler, "Leave it out for none.")
         self.overwrite = overwrite
         self.operators = operators
         self.profiler = profiler

@@ -127,17 +127,23 @@ def explain(
     fault, step = None, ModuleWithLoss(module, loss)
     if len(batches) == 1:
         fault = _fault(_read(origin, step), step, where(0))
-    if fault is not None or isinstance(error, DeviceError):
+    if isinstance(error, DeviceError):
         # What a device refuses may run here, or fail for another reason.
         return fault
     last = _LastOperator()
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(() if fault is not None else batches):
         repeated = _repeat(step, precision, batch, lambda *_: watch_functions(last))
         if isinstance(repeated, IpufitError):
             return repeated
         if isinstance(repeated, Exception):
-            return _fault(_read(repeated, step, last.call), step, where(index))
-    return None
+            fault = _fault(_read(repeated, step, last.call), step, where(index))
+            break
+    is_prediction = isinstance(fault, DataError) and loss is None and len(batches) == 1
+    if is_prediction and all(isinstance(leaf, Tensor) for leaf in batches[0].leaves):
+        single = dataclasses.replace(batches[0], leaves=tuple(t[None] for t in batches[0].leaves))
+        if isinstance(_repeat(step, precision, single, lambda *_: contextlib.nullcontext()), list):
+            return DataError(f"{fault} If x is one sample, pass x[None].")
+    return fault
 
 
 def find_nonfinite(

@@ -198,8 +198,16 @@ def split_loss(
 
     Returns:
         The outputs, and the loss or None.
+
+    Raises:
+        ConfigurationError: forward has returned nothing.
     """
     outputs, term = result, None
+    if result is None and not (with_loss and loss is not None and loss.in_module):
+        raise ConfigurationError(
+            "forward must return the outputs of the module, but it returned None. End it with "
+            "return and the outputs."
+        )
     if loss is not None and loss.in_module:
         if with_loss or _carries_loss(result):
             outputs, term = loss.split(result)

@@ -15,7 +15,7 @@ from ipufit.core.plan import Plan
 from ipufit.data.adapters import get_data_adapter
 from ipufit.data.settings import validation_epochs
 from ipufit.data.source import DataAdapter
-from ipufit.errors import ConfigurationError, shown
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.report.settings import Report, refuse_report, refuse_reports, split_reports
 from ipufit.training import fit_data
 from ipufit.training.session import JobSpec, Session
@@ -62,10 +62,7 @@ class InferenceConfig(JobSpec):
         value = request.padding_value
         with faults.collect():
             if value is not None and type(value) not in (int, float):
-                raise ConfigurationError(
-                    f"padding_value must be a number or None, got {shown(value)}. "
-                    "Pass for example 0.0."
-                )
+                raise unfit("padding_value", "a number or None", value, "Pass for example 0.0.")
         faults.raise_all()
         assert source is not None
         assert plan is not None
@@ -299,5 +296,5 @@ def checked_seed(seed: object) -> int:
     """
     number = whole_number(seed)
     if number is None:
-        raise ConfigurationError(f"seed must be an integer or None, got {shown(seed)}.")
+        raise unfit("seed", "an integer or None", seed)
     return seed if isinstance(seed, Seeds) else number

@@ -24,7 +24,7 @@ from ipufit.core.train_config import (
 from ipufit.data.fields import name_fields
 from ipufit.engines.ipu_settings import IpuArguments, IpuSettings
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.losses import Loss, check_moves, include_shared, resolve_loss
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.resolve import resolve_metrics
@@ -97,10 +97,8 @@ class CompileConfig(IpuArguments):
                 if is_short and not isinstance(value, kind):
                     value = kind(value)
                 if not isinstance(value, kind):
-                    raise ConfigurationError(
-                        f"{name} must be an ipufit.{kind.__name__} or None, got {value!r}. Write "
-                        f"for example {name}={example}."
-                    )
+                    advice = f"Write for example {name}={example}."
+                    raise unfit(name, f"an ipufit.{kind.__name__} or None", value, advice)
                 objects[name] = value
         pair: object = (None, None)
         with faults.collect():

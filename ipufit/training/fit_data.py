@@ -15,7 +15,7 @@ from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapt
 from ipufit.data.in_memory import is_array, is_table
 from ipufit.data.settings import Loading, Validation, resolve_loading, resolve_validation, rivals
 from ipufit.data.source import DataAdapter
-from ipufit.errors import ConfigurationError, PlanError, shown
+from ipufit.errors import ConfigurationError, PlanError, unfit
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, at_least, at_least_or_none
 
@@ -117,10 +117,8 @@ class FitData:
         split = self._request.validation_split
         is_number = isinstance(split, numbers.Real) and not isinstance(split, bool)
         if not is_number or not 0 <= split < 1:
-            raise ConfigurationError(
-                "validation_split must be a fraction of at least 0.0 and less than 1.0, got "
-                f"{shown(split)}. Try 0.2."
-            )
+            needed = "a fraction of at least 0.0 and less than 1.0"
+            raise unfit("validation_split", needed, split, "Try 0.2.")
         self._is_split = bool(split)
         if split and self.validation.data is not None:
             raise ConfigurationError(

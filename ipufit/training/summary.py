@@ -14,7 +14,7 @@ from ipufit.data.casting import Casting
 from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import is_array
 from ipufit.data.source import DataAdapter
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.losses.loss import OwnLoss
 from ipufit.training.sanity_check import check_call
 from ipufit.training.session import Session
@@ -42,19 +42,15 @@ def check_options(
     for name, value, least in (("line_length", line_length, _LEAST), ("depth", depth, 1)):
         at_least_or_none(name, value, least, "Leave it out to show everything.")
     if not isinstance(expand_nested, bool):
-        raise ConfigurationError(
-            f"expand_nested must be True or False, got {expand_nested!r}. Use depth=2 to show two "
-            "levels."
-        )
+        advice = "Use depth=2 to show two levels."
+        raise unfit("expand_nested", "True or False", expand_nested, advice)
     if not expand_nested and depth not in (None, 1):
         raise ConfigurationError(
             f"expand_nested=False shows one level, got depth={depth} too. Leave one of them out."
         )
     if print_fn is not None and not callable(print_fn):
-        raise ConfigurationError(
-            f"print_fn must be a function that takes the text, got {print_fn!r}. Leave it out to "
-            "print."
-        )
+        needed = "a function that takes the text"
+        raise unfit("print_fn", needed, print_fn, "Leave it out to print.")
     ErrorCollector.end_checks()
 
 

@@ -14,7 +14,7 @@ import textwrap
 import warnings
 from typing import Any, List, Literal, Mapping, Optional, TextIO, Tuple, Type, Union, cast
 
-from ipufit.errors import ConfigurationError, shown
+from ipufit.errors import ConfigurationError, unfit
 
 # The folder of the package, with a separator at its end, as code objects name their files.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -172,10 +172,8 @@ def resolve_verbose(verbose: object) -> VerboseLevel:
         return 1 if name == "auto" else "rich"
     if isinstance(verbose, int) and verbose in (0, 1, 2):
         return cast(VerboseLevel, int(verbose))
-    raise ConfigurationError(
-        "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or 'auto', got "
-        f"{shown(verbose)}."
-    )
+    needed = "0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or 'auto'"
+    raise unfit("verbose", needed, verbose)
 
 
 def say(text: str) -> None:

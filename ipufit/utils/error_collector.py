@@ -11,9 +11,10 @@ import dataclasses
 import math
 import operator
 import os
+import reprlib
 from typing import Any, Callable, Dict, Iterator, List, Optional, Type, TypeVar, Union, get_args
 
-from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError, shown
+from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError, unfit
 
 T = TypeVar("T")
 
@@ -178,7 +179,7 @@ def number_in(
     number = as_float(value)
     if is_good(number):
         return number
-    raise ConfigurationError(f"{name} must be {needed}, got {shown(value)}. {advice}".rstrip())
+    raise unfit(name, needed, value, advice)
 
 
 def at_least(name: str, value: Any, least: int, also: str = "", advice: str = "") -> int:
@@ -197,8 +198,7 @@ def at_least(name: str, value: Any, least: int, also: str = "", advice: str = ""
     number = whole_number(value)
     if number is not None and number >= least:
         return number
-    text = f"{name} must be an integer of at least {least}{also}, got {shown(value)}. "
-    raise ConfigurationError((text + advice).rstrip())
+    raise unfit(name, f"an integer of at least {least}{also}", value, advice)
 
 
 def at_least_or_none(name: str, value: object, least: int, advice: str = "") -> Optional[int]:
@@ -235,8 +235,7 @@ def one_of(name: str, value: T, choices: object, advice: str = "") -> T:
             return value
     several = len(words) > 2
     right = (", " if several else " or ").join(map(repr, words))
-    text = f"{name} must be {'one of ' * several}{right}, got {shown(value)}. {advice}"
-    raise ConfigurationError(text.rstrip())
+    raise unfit(name, "one of " * several + right, value, advice)
 
 
 def folder_of(name: str, value: object) -> str:
@@ -251,9 +250,7 @@ def folder_of(name: str, value: object) -> str:
     """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
-        raise ConfigurationError(
-            f"{name} must be the path of a folder, got {shown(value)}. Use for example 'runs/1'."
-        )
+        raise unfit(name, "the path of a folder", value, "Use for example 'runs/1'.")
     return path
 
 
@@ -266,5 +263,6 @@ class SettingsRepr:
         for field in dataclasses.fields(settings):
             value = getattr(self, field.name)
             if type(value) is not type(field.default) or value != field.default:
-                changed.append(f"{field.name}={shown(value)}")
+                text = repr(value) if isinstance(value, str) else reprlib.repr(value)
+                changed.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(changed)})"

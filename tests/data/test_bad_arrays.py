@@ -88,8 +88,20 @@ CASES = {
     ),
     "texts": (
         (X, ["cat", "dog"] * 4),
-        "y must hold numbers, got <U3. Number them with numpy.unique(values, "
-        "return_inverse=True)[1], or leave the column out.",
+        "y must hold numbers, got text such as 'cat' (<U3). Number it, all data alike, with "
+        "numbers = {text: i for i, text in enumerate(sorted(set(values)))} and [numbers[text] for "
+        "text in values]; or leave the column out.",
+    ),
+    "rows of several lengths": (
+        (X, np.array([[1.0, 2.0], *[[3.0]] * 7], dtype=object)),
+        "y must hold numbers, got object. Give each sample a number, or as many as all others, in "
+        "one array.",
+    ),
+    "bags and offsets": (
+        ((torch.arange(20) % 4, torch.arange(0, 16, 2)), Y),
+        "all parts must have the same number of samples, but x[0] has 20 and x[1] has 8. If x[1] "
+        "are the offsets of an EmbeddingBag, pad the bags instead: nn.EmbeddingBag(..., "
+        "padding_idx=0) takes indices of shape (batch, length).",
     ),
     "frame": (
         ({"x": Frame()}, Y),
@@ -148,13 +160,23 @@ def test_arrays_that_cannot_be_fed_are_named(name, role):
 NAMES = np.array(["b", "a", "c", "a"] * 2)
 DAYS = np.array(["2020-01-01", "2020-01-02"] * 4, dtype="datetime64[D]")
 PAIRS = np.array([(1.0, 2.0)] * 8, dtype=[("a", "f4"), ("b", "f4")])
-UNIQUE = (
-    "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out.",
-    lambda values: np.unique(values, return_inverse=True)[1],
+
+
+def numbered(values):
+    """The values as an error advises to number them."""
+    numbers = {text: i for i, text in enumerate(sorted(set(values)))}
+    return [numbers[text] for text in values]
+
+
+NUMBERED = (
+    "Number it, all data alike, with numbers = {text: i for i, text in "
+    "enumerate(sorted(set(values)))} and [numbers[text] for text in values]; or leave the column "
+    "out.",
+    numbered,
 )
 DTYPES = {
-    "strings": (NAMES, "<U1", *UNIQUE),
-    "objects": (NAMES.astype(object), "object", *UNIQUE),
+    "strings": (NAMES, "text such as 'b' (<U1)", *NUMBERED),
+    "objects": (NAMES.astype(object), "text such as 'b' (object)", *NUMBERED),
     "numbers as objects": (
         Y[:, :1].numpy().astype(object),
         "object",

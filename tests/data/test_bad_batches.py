@@ -69,6 +69,12 @@ BAD_BATCHES = {
         "all parts must have the same number of samples, but input [0] has 8 and input [1] has 3. "
         "Check the dataset or collate_fn.",
     ),
+    "offsets": (
+        ((torch.arange(20) % 4, torch.arange(0, 16, 2)), Y),
+        "all parts must have the same number of samples, but input [0] has 20 and input [1] has 8. "
+        "If input [1] are the offsets of an EmbeddingBag, pad the bags instead: "
+        "nn.EmbeddingBag(..., padding_idx=0) takes indices of shape (batch, length).",
+    ),
     "empty": ((X[:0], Y[:0]), "input [0] has no samples. Leave empty batches out of the loader."),
     "scalars": (
         (torch.tensor(1.0), 2),
@@ -648,3 +654,24 @@ def test_a_list_of_inputs_is_spread_where_all_parts_have_a_row_for_each_sample(s
     assert torch.allclose(second, other)
     expected = ((one - 1).square().mean() + other.square().mean()).item()
     assert model.evaluate(loader, verbose=0)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class Bags(nn.Module):
+    """Means of embedded words, for bags in a row with offsets, or for padded ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(20, 3, mode="mean", padding_idx=0)
+
+    def forward(self, words, offsets=None):
+        return self.bags(words, offsets)
+
+
+def test_padded_bags_are_those_of_offsets():
+    """An error advises to pad bags, which must not change what the module computes."""
+    bags = [torch.randint(1, 20, (size,)) for size in (3, 1, 5, 2)]
+    offsets = torch.tensor([0, 3, 4, 9])
+    net = Bags()
+    padded = nn.utils.rnn.pad_sequence(bags, batch_first=True)
+    outputs = ipufit.Model(net).predict(padded, verbose=0)
+    torch.testing.assert_close(outputs, net(torch.cat(bags), offsets).detach())

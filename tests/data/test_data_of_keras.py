@@ -172,7 +172,11 @@ def test_columns_of_several_dtypes_become_one():
     )
 
 
-NUMBERED = "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out."
+NUMBERED = (
+    "Number it, all data alike, with numbers = {text: i for i, text in "
+    "enumerate(sorted(set(values)))} and [numbers[text] for text in values]; or leave the column "
+    "out."
+)
 MISSING = (
     "must have a number in every row, but 1 of 2 are missing. Fill them, for example with "
     ".{}(0), or leave those rows out{}."
@@ -180,8 +184,16 @@ MISSING = (
 TAKES_NAN = "; for a module that takes NaN, pass .to_numpy()"
 DATES = "Convert it to numbers first: numpy.asarray(values).astype('int64')."
 BAD = {
-    "text": (lambda pandas: pandas.Series(["a", "b"], dtype=object), "object", NUMBERED),
-    "category": (lambda pandas: pandas.Series(["a", "b"]).astype("category"), "category", NUMBERED),
+    "text": (
+        lambda pandas: pandas.Series(["a", "b"], dtype=object),
+        "text such as 'a' (object)",
+        NUMBERED,
+    ),
+    "category": (
+        lambda pandas: pandas.Series(["a", "b"]).astype("category"),
+        "text such as 'a' (category)",
+        NUMBERED,
+    ),
     "numbers as objects": (
         lambda pandas: pandas.Series([1, 2], dtype=object),
         "object",
@@ -192,10 +204,10 @@ BAD = {
     "nan": (lambda pandas: pandas.Series([1.0, None]), None, "fillna"),
 }
 BAD_IN_POLARS = {
-    "text": (lambda polars: polars.Series(["a", "b"]), "String", NUMBERED),
+    "text": (lambda polars: polars.Series(["a", "b"]), "text such as 'a' (String)", NUMBERED),
     "category": (
         lambda polars: polars.Series(["a", "b"]).cast(polars.Categorical),
-        "Categorical",
+        "text such as 'a' (Categorical)",
         NUMBERED,
     ),
     "date": (lambda polars: polars.Series(DAYS), "Datetime(time_unit='ms', time_zone=None)", DATES),
@@ -209,7 +221,8 @@ DAYS = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[ms]")
 def cured(values, advice):
     """The values, with what an error has advised."""
     if advice == NUMBERED:
-        return np.unique(values, return_inverse=True)[1]
+        numbers = {text: i for i, text in enumerate(sorted(set(values)))}
+        return [numbers[text] for text in values]
     if advice == DATES:
         return np.asarray(values).astype("int64")
     if advice.endswith("('float32')."):

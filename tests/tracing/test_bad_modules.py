@@ -898,3 +898,25 @@ def test_a_value_that_forward_needs_is_no_matter_of_anomaly_detection(anomaly):
     at = f"at {__file__}:{line} in forward: `{source}`"
     with refused(model, CaptureError, f"{NUMBER[0]}, {at}. {NUMBER[1]} {EAGERLY}"):
         fit(model)
+
+
+class Forgetful(nn.Linear):
+    """Its forward has no return."""
+
+    def forward(self, x):
+        super().forward(x)
+
+
+@pytest.mark.parametrize("loss", ["mse", lambda prediction, target: prediction.sum()])
+def test_a_forward_that_returns_nothing_is_named(loss):
+    """The loss would say that it got None, and predict would return it."""
+    model = ipufit.Model(Forgetful(4, 3))
+    model.compile("sgd", loss)
+    x, y = torch.ones(8, 4), torch.ones(8, 3)
+    text = (
+        "forward must return the outputs of the module, but it returned None. End it with return "
+        "and the outputs."
+    )
+    assert message(model.fit, x, y, verbose=0) == text
+    assert message(model.evaluate, x, y, verbose=0) == text
+    assert message(model.predict, x, verbose=0) == text

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.core import Interval
-from ipufit.errors import ConfigurationError, shown
+from ipufit.errors import ConfigurationError, shown, unfit
 from ipufit.optim.schedules import settings
 from ipufit.optim.schedules.by_optimizer import MemberSchedules, schedules_by_member
 from ipufit.optim.schedules.curves import ENDLESS, Curve, OneCycle, curve_by_name, resolve_length
@@ -387,9 +387,7 @@ def _schedule(scheduler: object, optimizer: torch.optim.Optimizer, per_update: b
         frequency, per_update = scheduler.frequency, True
         scheduler = scheduler.scheduler
     if type(frequency) is not int or frequency < 1:
-        raise ConfigurationError(
-            f"the frequency of a scheduler must be a number of at least 1, got {shown(frequency)}."
-        )
+        raise unfit("the frequency of a scheduler", "a number of at least 1", frequency)
     schedule = _stepped(scheduler, optimizer, per_update, monitor)
     schedule.frequency = frequency
     return schedule
