@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -226,14 +225,7 @@ def _refuse_pairs(x: tree.Tree, role: str) -> None:
     first: tree.Tree = x[0] if x else None
     if not tree.is_sequence(first) or len(first) not in (2, 3):
         return
-    inputs, target = first[:2]
-    is_number = isinstance(target, numbers.Number) or (is_array(target) and not target.ndim)
-    if is_number and is_array(inputs) and inputs.ndim:
-        raise DataError(
-            f"{role}: a list of (inputs, target) is read as batches, but the target of the first "
-            f"is one number, {target}, so they look like samples. Pass DataLoader(x, "
-            "batch_size=32, shuffle=True), which makes batches of them."
-        )
+    BatchForm.refuse_listed(first[0], first[1], role, "(inputs, target)")
 
 
 def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:

@@ -144,6 +144,9 @@ class BatchValidator:
         if self._form.loss_fields is not None and self._mode is not Mode.PREDICT:
             call = self._form.for_loss(raw, call)
         leaves, structure = tree.flatten(call)
+        is_list = self._first is None and isinstance(self._source.loader, (list, tuple))
+        if is_list and not self._form.own_loss:
+            self._form.refuse_listed(call[:2], parts[2], self._source.role, "dicts")
         last = self._last
         if last is not None and _is_like(last, leaves, structure):
             return MicroBatch(tuple(leaves), structure, last.size, extras)

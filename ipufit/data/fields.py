@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import numbers
 from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
 from ipufit.core.batch import BatchParts, Mode, RawBatch
 from ipufit.data.in_memory import as_tensor, is_array, is_table
-from ipufit.errors import ConfigurationError, DataError, shown
+from ipufit.errors import ConfigurationError, DataError, shown, unfit
 from ipufit.losses.loss import InputNames, Loss, OwnLoss, TargetNames
 from ipufit.utils import tree
 
@@ -192,6 +193,26 @@ class BatchForm:
                 f"{where}: a {type(parts).__name__} of {n} {'tensor' if n == 1 else 'tensors'} can "
                 f"be {reading}, or samples such as images, because {self.name}.forward runs with a "
                 f"list too. {cure}"
+            )
+
+    @staticmethod
+    def refuse_listed(inputs: tree.Tree, target: tree.Tree, role: str, form: str) -> None:
+        """Refuse a list of samples, which would be read as batches: the target of one is a number.
+
+        Args:
+            inputs, target: of the first entry of the list.
+            role: what the data is for.
+            form: of the entries, for the message.
+
+        Raises:
+            DataError: it is one.
+        """
+        is_number = isinstance(target, numbers.Number) or (is_array(target) and not target.ndim)
+        if is_number and any(is_array(leaf) and leaf.ndim for leaf in tree.flatten(inputs)[0]):
+            raise DataError(
+                f"{role}: a list of {form} is read as batches, but the target of the first "
+                f"is one number, {target}, so they look like samples. Pass DataLoader(x, "
+                "batch_size=32, shuffle=True), which makes batches of them."
             )
 
     def _takes_only_all(self, parts: tree.Tree) -> bool:
@@ -431,17 +452,13 @@ def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
     if isinstance(inputs, Mapping) and _names([*inputs, *inputs.values()]):
         input_names = dict(inputs)
     if inputs is not None and not input_names:
-        raise ConfigurationError(
-            "inputs must be the name of a field of a batch, a list of names, or a dict from "
-            f"parameters of forward to names, got {shown(inputs)}. Write for example "
-            "inputs=['image', 'mask']."
-        )
+        needed = "the name of a field of a batch, a list of names, or a dict from parameters of "
+        advice = "Write for example inputs=['image', 'mask']."
+        raise unfit("inputs", f"{needed}forward to names", inputs, advice)
     target_names = _names(targets)
     if targets is not None and not target_names:
-        raise ConfigurationError(
-            "targets must be the name of a field of a batch, or a list of names for a dict of "
-            f"targets, got {shown(targets)}. Write for example targets='label'."
-        )
+        needed = "the name of a field of a batch, or a list of names for a dict of targets"
+        raise unfit("targets", needed, targets, "Write for example targets='label'.")
     return dataclasses.replace(loss, inputs=input_names, targets=target_names)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from ipufit.data.padding import Padding, as_plain
-from ipufit.errors import ConfigurationError, DataError, shown
+from ipufit.errors import ConfigurationError, DataError, unfit
 from ipufit.utils import error_collector, tree
 from ipufit.utils.error_collector import ErrorCollector, at_least, at_least_or_none, one_of
 
@@ -218,11 +218,10 @@ def _lengths_of(dataset: _Samples, lengths: object) -> Tensor:
     numbers = [number for number in whole if number is not None]
     wrong = [each for each, number in zip(came_as, whole) if number is None]
     if wrong or not count or len(numbers) != count:
-        came = shown(wrong[0]) if wrong else str(len(numbers))
-        raise ConfigurationError(
-            f"lengths of LengthBuckets must be an integer for each of the {count} samples, got "
-            f"{came}. Pass a list of them, or a function of a sample."
-        )
+        needed = f"an integer for each of the {count} samples"
+        advice = "Pass a list of them, or a function of a sample."
+        came = wrong[0] if wrong else len(numbers)
+        raise unfit("lengths of LengthBuckets", needed, came, advice)
     sizes = torch.tensor(numbers, dtype=torch.int64)
     if int(sizes.min()) < 1:
         raise ConfigurationError(

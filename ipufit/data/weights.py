@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.data.in_memory import as_tensor
-from ipufit.errors import ConfigurationError, DataError, shown
+from ipufit.errors import DataError, unfit
 from ipufit.utils import tree
 from ipufit.utils.error_collector import number_in, whole_number
 
@@ -140,19 +140,14 @@ class ClassWeights:
 
     def __init__(self, weights: object) -> None:
         if not isinstance(weights, Mapping) or not weights:
-            came = "an empty one" if isinstance(weights, Mapping) else shown(weights)
-            raise ConfigurationError(
-                "class_weight must be a dict of weights by class index, such as {0: 1.0, 1: 5.0}, "
-                f"got {came}."
-            )
+            needed = "a dict of weights by class index, such as {0: 1.0, 1: 5.0}"
+            raise unfit("class_weight", needed, weights)
         self.by_class: Dict[int, float] = {}
         for key, value in weights.items():
             index = whole_number(key)
             if index is None or index < 0:
-                raise ConfigurationError(
-                    f"class_weight must have class indices from 0 as keys, got {shown(key)}. Count "
-                    "the classes from 0, as in the target."
-                )
+                advice = "Count the classes from 0, as in the target."
+                raise unfit("a key of class_weight", "a class index from 0", key, advice)
             needed, advice = "a number, finite and not negative", "Use 0 to leave a class out."
             words = (f"class_weight[{index}]", value, needed)
             weight = number_in(*words, lambda number: 0 <= number < math.inf, advice)

@@ -9,7 +9,7 @@ from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Tu
 import torch
 from torch import nn
 
-from ipufit.errors import ConfigurationError, UnknownNameError, shown
+from ipufit.errors import ConfigurationError, UnknownNameError, unfit
 from ipufit.partition.serialization import (
     WHOLE,
     CutWeight,
@@ -224,10 +224,8 @@ def _checked(
 def _side(module: nn.Module, layers: object) -> Dict[int, _Work]:
     """By layer, how all are cut that have to be so in training, or in inference."""
     if not isinstance(layers, Mapping):
-        raise ConfigurationError(
-            "serialized layers must be a dict from names of layers to numbers of parts, got "
-            f"{shown(layers)}. Write for example {{'embed': 4}}."
-        )
+        needed = "a dict from names of layers to numbers of parts"
+        raise unfit("serialized layers", needed, layers, "Write for example {'embed': 4}.")
     faults = ErrorCollector()
     works: List[_Work] = []
     for name, setting in layers.items():

@@ -587,6 +587,28 @@ def test_bare_pictures_say_how_to_pass_them():
     assert len(one) == 9
 
 
+@pytest.mark.parametrize("label", [1, np.int64(1), torch.tensor(1)], ids=repr)
+@pytest.mark.parametrize("form", ["dicts", "(inputs, target)"])
+def test_a_list_of_samples_by_name_is_not_read_as_batches(form, label):
+    """Each dict counted as a batch of as many samples as an input has features."""
+    samples = [{"x": X[i].numpy(), "y": label} for i in range(2)]
+    if form != "dicts":
+        samples = [({"x": X[i]}, label) for i in range(2)]
+    model = compiled(loss="cross_entropy")
+    text = (
+        f"{{}}: a list of {form} is read as batches, but the target of the first is one number, "
+        f"{label}, so they look like samples. Pass DataLoader(x, batch_size=32, shuffle=True), "
+        "which makes batches of them."
+    )
+    with refused(model, DataError, text.format("training data")):
+        fit(model, samples)
+    with refused(model, DataError, text.format("evaluation data")):
+        model.evaluate(samples, verbose=0)
+    with refused(model, DataError, text.format("validation data")):
+        fit(model, validation_data=samples)
+    fit(model, DataLoader(samples, batch_size=32, shuffle=True))
+
+
 @pytest.mark.parametrize("label", [1, np.int64(1), torch.tensor(1), 1.0, True], ids=repr)
 def test_a_list_of_samples_is_not_read_as_batches(label):
     """As many samples as an input has features were counted."""
@@ -667,6 +689,7 @@ class Bags(nn.Module):
         return self.bags(words, offsets)
 
 
+@embedded_only("an IPU has no EmbeddingBag")
 def test_padded_bags_are_those_of_offsets():
     """An error advises to pad bags, which must not change what the module computes."""
     bags = [torch.randint(1, 20, (size,)) for size in (3, 1, 5, 2)]
