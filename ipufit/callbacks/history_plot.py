@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.utils.error_collector import at_least
 from ipufit.utils.figures import new_figure, save_figure
 
@@ -80,10 +80,8 @@ def _chosen(
     for name in wanted:
         panels = [panel for panel in available if panel[0] == name]
         if not panels:
-            raise ConfigurationError(
-                f"metrics must be names of the history without 'val_', got {name!r}. It has "
-                f"{', '.join(dict.fromkeys(name for name, _ in available))}."
-            )
+            advice = f"It has {', '.join(dict.fromkeys(name for name, _ in available))}."
+            raise unfit("metrics", "names of the history without 'val_'", name, advice)
         chosen += panels
     if not chosen:
         raise ConfigurationError(

@@ -12,7 +12,7 @@ from ipufit.callbacks.callback import Callback, Logs, finite, missing_value, one
 from ipufit.callbacks.history import improves, required_direction
 from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import WeightsCopy
-from ipufit.errors import NAN_ADVICE, ConfigurationError, NonFiniteLossError, unfit
+from ipufit.errors import NAN_ADVICE, NonFiniteLossError, unfit
 from ipufit.utils.console import say, warn_user
 
 T = TypeVar("T")
@@ -382,10 +382,9 @@ def _seconds(owner: Timer, duration: object) -> float:
     if isinstance(duration, str):
         parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration)
         if parts is None:
-            raise ConfigurationError(
-                "duration of Timer as a text must be 'days:hours:minutes:seconds', got "
-                f"{duration!r}. Twelve hours are '00:12:00:00'."
-            )
+            needed = "'days:hours:minutes:seconds'"
+            advice = "Twelve hours are '00:12:00:00'."
+            raise unfit("duration of Timer as a text", needed, duration, advice)
         days, hours, minutes, seconds = map(int, parts.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     return finite(owner, "duration", duration, 0.0)

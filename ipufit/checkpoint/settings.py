@@ -7,7 +7,7 @@ import os
 from typing import Collection, Dict, Optional, Union
 
 from ipufit.core import Direction
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least, folder_of, one_of
 
 Path = Union[str, "os.PathLike[str]"]
@@ -60,10 +60,8 @@ class Checkpoint(SettingsRepr):
             at_least("keep of Checkpoint", self.keep, 1)
         with faults.collect():
             if self.monitor is not None and not (isinstance(self.monitor, str) and self.monitor):
-                raise ConfigurationError(
-                    "monitor of Checkpoint must be the name of a value, such as 'val_loss', or "
-                    f"None, got {self.monitor!r}."
-                )
+                needed = "the name of a value, such as 'val_loss', or None"
+                raise unfit("monitor of Checkpoint", needed, self.monitor)
         with faults.collect():
             one_of("mode of Checkpoint", self.mode, Direction)
         with faults.collect():

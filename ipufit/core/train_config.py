@@ -18,7 +18,7 @@ from ipufit.core import (
 )
 from ipufit.core.compile_arguments import AUTO, OFF, Backend
 from ipufit.core.objective_arguments import dtype_name
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.utils.error_collector import ErrorCollector, at_least_or_none, number_in, one_of
 
 
@@ -286,10 +286,8 @@ class Precision:
             dtype = getattr(torch, name, None) if isinstance(name, str) else name
             is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if name is not None and not is_dtype:
-                raise ConfigurationError(
-                    "Precision.accumulation_dtype must be None or a floating-point dtype such as "
-                    f"torch.float32, got {name!r}."
-                )
+                needed = "None or a floating-point dtype such as torch.float32"
+                raise unfit("Precision.accumulation_dtype", needed, name)
             object.__setattr__(self, "accumulation_dtype", dtype)
         faults.raise_all()
 

@@ -123,10 +123,8 @@ def validation_epochs(validation: Validation, epochs: range) -> List[int]:
             )
         return due
     if freq > epochs.stop:
-        raise ConfigurationError(
-            f"freq of Validation must be at most {epochs.stop}, the number of the last epoch, got "
-            f"{shown(freq)}."
-        )
+        needed = f"at most {epochs.stop}, the number of the last epoch"
+        raise unfit("freq of Validation", needed, freq)
     # Of a run in several calls of fit, some have no validation.
     return [epoch for epoch in epochs if (epoch + 1) % freq == 0]
 

@@ -8,7 +8,7 @@ from typing import Callable, Dict, List, Union
 
 from ipufit.core import EngineName
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError
+from ipufit.errors import unfit
 
 _VARIABLE = "IPUFIT_ENGINE"
 
@@ -112,15 +112,11 @@ def engine_maker(engine: Union[EngineName, Callable[[], Engine]]) -> Callable[[]
     if engine == "auto" and os.environ.get(_VARIABLE):
         wanted = os.environ[_VARIABLE]
         if wanted not in _MAKERS:
-            raise ConfigurationError(
-                f"the environment variable {_VARIABLE} must be {_NAMES}, got {wanted!r}. Set it to "
-                "for example embedded, or unset it."
-            )
+            advice = "Set it to for example embedded, or unset it."
+            raise unfit(f"the environment variable {_VARIABLE}", _NAMES, wanted, advice)
     if not isinstance(wanted, str) or wanted not in _MAKERS:
-        raise ConfigurationError(
-            f"engine must be {_NAMES}, or a callable that makes an engine, got {wanted!r}. Pass "
-            "for example engine='embedded'."
-        )
+        needed = f"{_NAMES}, or a callable that makes an engine"
+        raise unfit("engine", needed, wanted, "Pass for example engine='embedded'.")
     if wanted == "ipu":
         from ipufit.engines.ipu import sdk
 

@@ -16,7 +16,7 @@ from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
 from ipufit.core.outputs import join_rows
 from ipufit.core.train_config import Clip
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.lightning.programs import (
     Done,
     ExecutionBatches,
@@ -123,10 +123,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         self._opts: Dict[str, Any] = {TRAINING: training_opts, INFERENCE: inference_opts}
         for name, options in zip(_OPTIONS.values(), self._opts.values()):
             if options is not None and sdk_kind(options, ("Options",)) is None:
-                raise ConfigurationError(
-                    f"{name} must be poptorch.Options or None, got {options!r}. Make them with "
-                    "poptorch.Options()."
-                )
+                needed = "poptorch.Options or None"
+                raise unfit(name, needed, options, "Make them with poptorch.Options().")
         self._options: Dict[str, object] = {}
         self._works: Dict[str, ExecutionSize] = {}
         self._engine = engine
@@ -154,10 +152,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 "Use ipufit.Model.from_lightning, which trains in several."
             )
         if trainer.precision not in _PRECISIONS:
-            raise ConfigurationError(
-                f"precision must be one of {', '.join(map(repr, _PRECISIONS))} with IPUStrategy, "
-                f"got {trainer.precision!r}. Convert the module itself to another dtype."
-            )
+            needed = f"one of {', '.join(map(repr, _PRECISIONS))} with IPUStrategy"
+            advice = "Convert the module itself to another dtype."
+            raise unfit("precision", needed, trainer.precision, advice)
         refuse_data_hooks(vars(trainer).get("datamodule"))
         # A batch is a whole execution, which accumulates inside.
         trainer.accumulate_grad_batches = 1
@@ -462,10 +459,8 @@ class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
         if type(devices) is str and devices.isdigit():
             devices = int(devices)
         if type(devices) is not int or devices < 1:
-            raise ConfigurationError(
-                "devices must be a number of replicas with accelerator='ipu', got "
-                f"{devices!r}. Pass for example devices=4."
-            )
+            needed = "a number of replicas with accelerator='ipu'"
+            raise unfit("devices", needed, devices, "Pass for example devices=4.")
         return devices
 
     @staticmethod

@@ -6,7 +6,7 @@ from typing import Any, List, Mapping, Optional, Tuple, Union
 
 import torch
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.lightning_module.inspection import overrides
 from ipufit.lightning_module.logging import attached, no_log
 from ipufit.optim.schedules.resolve import AtEpochEnd, EveryBatches
@@ -152,9 +152,7 @@ def _schedule(returned: object, monitor: Optional[str]) -> Union[AtEpochEnd, Eve
 def _check(config: Mapping[str, Any], watches: bool) -> None:
     interval = config["interval"]
     if interval not in ("step", "epoch"):
-        raise ConfigurationError(
-            f"the interval of a scheduler must be 'step' or 'epoch', got {interval!r}."
-        )
+        raise unfit("the interval of a scheduler", "'step' or 'epoch'", interval)
     if watches and interval == "step":
         raise ConfigurationError(
             "ReduceLROnPlateau must have interval 'epoch', got 'step': the learning rates of an "

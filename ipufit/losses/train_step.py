@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ipufit.core.batch import Mode
 from ipufit.core.logged_values import LogRule, report
 from ipufit.core.objective_arguments import describe
-from ipufit.errors import ConfigurationError, LossError
+from ipufit.errors import ConfigurationError, LossError, unfit
 from ipufit.losses.loss import Loss, OwnLoss, Turn
 from ipufit.losses.named import check_loss_value
 from ipufit.losses.rules import LossTerm
@@ -128,10 +128,9 @@ def _check_patterns(patterns: object) -> None:
     if listed is None:
         return
     if not isinstance(listed, (list, tuple)) or not listed:
-        raise ConfigurationError(
-            "moves must be a name or a list of names of parameters, or a dict of these by loss, "
-            f"got {patterns!r}. Write for example moves='critic', or moves={{'critic': 'critic'}}."
-        )
+        needed = "a name or a list of names of parameters, or a dict of these by loss"
+        advice = "Write for example moves='critic', or moves={'critic': 'critic'}."
+        raise unfit("moves", needed, patterns, advice)
     for pattern in listed:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigurationError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.objective_arguments import describe_tensor, fit_indices
-from ipufit.errors import ConfigurationError, MetricError
+from ipufit.errors import MetricError, unfit
 from ipufit.metrics.kinds import Metric, TorchMetricAdapter
 from ipufit.metrics.values import IGNORED_CLASS, cosine, same_shape, takes_indices, tensors_of
 from ipufit.utils.error_collector import at_least, at_least_or_none, one_of
@@ -202,10 +202,8 @@ class Thresholded(Classification):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.threshold is not None and not 0 < self.threshold < 1:
-            raise ConfigurationError(
-                f"threshold of {type(self).__name__} must be between 0 and 1, got "
-                f"{self.threshold!r}. Try 0.5."
-            )
+            needed = "between 0 and 1"
+            raise unfit(f"threshold of {type(self).__name__}", needed, self.threshold, "Try 0.5.")
 
     @property
     def _limit(self) -> float:

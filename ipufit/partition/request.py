@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Mapping, Optional, Sequence, Tuple, Union
 
-from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError, shown
+from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError, shown, unfit
 from ipufit.partition.partition import STRATEGIES
 from ipufit.utils.error_collector import ErrorCollector, one_of, whole_number
 from ipufit.utils.poptorch_sdk import sdk_kind
@@ -72,9 +72,7 @@ class Parallel:
     def _check_inference(self) -> None:
         inference = self.inference
         if not isinstance(inference, Parallel):
-            raise ConfigurationError(
-                f"Parallel.inference must be an ipufit.Parallel or None, got {shown(inference)}."
-            )
+            raise unfit("Parallel.inference", "an ipufit.Parallel or None", inference)
         for name in ("layers", "ipus_per_replica", "auto_round_ipus", "inference"):
             if getattr(inference, name) is not None:
                 raise ConfigurationError(

@@ -36,7 +36,7 @@ from ipufit.core import EngineName, Verbose
 from ipufit.core.train_config import Precision, Reduction
 from ipufit.data.settings import Validation
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
+from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError, unfit
 from ipufit.losses.resolve import resolve_loss
 from ipufit.optim.resolve import class_by_name, settings_by_name
 from ipufit.training.model import Model
@@ -280,10 +280,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         if self.dtype is None:
             return None
         if not isinstance(self.dtype, str) or self.dtype not in _DTYPES:
-            raise ConfigurationError(
-                f"dtype must be 'float32', 'float64' or None, got {self.dtype!r}. None converts "
-                "neither data nor module."
-            )
+            needed = "'float32', 'float64' or None"
+            raise unfit("dtype", needed, self.dtype, "None converts neither data nor module.")
         return np.dtype(self.dtype)
 
     def _weights(self, sample_weight: object, x: Array) -> Optional[Array]:
@@ -445,10 +443,8 @@ def _build_module(
             )
         return copy.deepcopy(module)
     if not callable(module):
-        raise ConfigurationError(
-            "module must be a torch.nn.Module, a class of them or a function that makes one, got "
-            f"{module!r}. Pass for example module=MyNet."
-        )
+        needed = "a torch.nn.Module, a class of them or a function that makes one"
+        raise unfit("module", needed, module, "Pass for example module=MyNet.")
     name = getattr(module, "__name__", type(module).__name__)
     try:
         signature = inspect.signature(module)

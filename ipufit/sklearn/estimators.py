@@ -15,7 +15,7 @@ from torch import Tensor
 from ipufit.callbacks import Callback
 from ipufit.core import EngineName, Verbose
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.losses.resolve import resolve_loss
 from ipufit.sklearn.base import Array, Estimator
 
@@ -241,10 +241,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         if callable(setting):
             return setting
         if setting != "auto":
-            raise ConfigurationError(
-                f"predict_nonlinearity must be 'auto' or a function of a tensor, got {setting!r}. "
-                "Pass for example torch.sigmoid."
-            )
+            needed = "'auto' or a function of a tensor"
+            raise unfit("predict_nonlinearity", needed, setting, "Pass for example torch.sigmoid.")
         return self._head.to_probabilities
 
     def _probabilities(self, outputs: Array) -> Array:

@@ -286,6 +286,10 @@ _DEVICE = torch.ops.prim.device.default
 _RANDOM_BETWEEN = getattr(torch.ops.aten.random_, "from")
 
 
+# Generators of the user's that the last recording draws from, by id, each with the user's line.
+OWN_DRAWS: Dict[int, Tuple[torch.Generator, Optional[Frame]]] = {}
+
+
 class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
     """Stops at an operator that needs a tensor's value, while the user's stack still stands."""
 
@@ -310,6 +314,9 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
             # The name of this operator is a keyword, which the text of a graph can't hold.
             low, high = args[1:3]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
+        generator = (kwargs or {}).get("generator")
+        if isinstance(generator, torch.Generator):
+            OWN_DRAWS.setdefault(id(generator), (generator, user_frame(sys._getframe())))
         drawn = draw_on_host(func, args, kwargs or {}, _refuse_draw)
         if drawn is not NotImplemented:
             return drawn
@@ -407,6 +414,7 @@ def capture(
             # New versions of torch log a line for every error on a fake tensor.
             (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
         )
+        OWN_DRAWS.clear()
         with LOCK, layers, ways, watched:
             # Detached, so that one tensor in two places is two inputs: the next batch may differ.
             inputs = list(map(Tensor.detach, args))

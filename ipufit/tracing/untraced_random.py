@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
-from ipufit.tracing.capture import capture, capture_error
+from ipufit.tracing.capture import OWN_DRAWS, capture, capture_error
 from ipufit.tracing.fingerprint import CodeReader, StepModule
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
@@ -78,6 +78,8 @@ def refuse_draws(
     with LOCK:
         generators = Generators(reachable_generators(step, with_torch=False))
         yield
+        if OWN_DRAWS:
+            _refuse_seeds(record, runs_eagerly)
         if not generators.drawn():
             return
         now = generators.again()
@@ -85,6 +87,29 @@ def refuse_draws(
             _judge(generators, record, runs_eagerly)
         finally:
             now.restore()
+
+
+def _refuse_seeds(record: Callable[[], fx.GraphModule], runs_eagerly: bool) -> None:
+    """Refuse a generator that forward makes or seeds: a recording itself moves none."""
+    before = dict(OWN_DRAWS)
+    generators = Generators([(str(place), each) for place, (each, _) in before.items()])
+    try:
+        generators.start(_LOW)
+        started = generators.again()
+        _recorded(record)
+        moved = started.drawn()
+    finally:
+        generators.restore()
+    for place, (_, frame) in OWN_DRAWS.items():
+        if place not in before or str(place) in moved:
+            raise capture_error(
+                "random numbers are drawn from a torch.Generator that is made or seeded in the "
+                "step, which has the same numbers each time, but a recording would draw new ones",
+                "Make and seed it in __init__ for new numbers, or register the numbers with "
+                "register_buffer.",
+                frame,
+                runs_eagerly=runs_eagerly,
+            )
 
 
 def _judge(

@@ -9,7 +9,7 @@ import inspect
 import re
 from typing import Callable, Container, Dict, Mapping, Optional, Sequence, Type, TypeVar, cast
 
-from ipufit.errors import ConfigurationError, IpufitError, UnknownArgumentError
+from ipufit.errors import ConfigurationError, IpufitError, UnknownArgumentError, unfit
 from ipufit.utils.error_collector import ErrorCollector
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -48,16 +48,12 @@ def check_log_name(name: object, reserved: Container[str] = (), exact: bool = Fa
         ConfigurationError: no text, reserved, or taken.
     """
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(
-            f"the name of a logged value must be a string, got {name!r}. Write for example 'error'."
-        )
+        raise unfit("the name of a logged value", "a string", name, "Write for example 'error'.")
     is_ours = name in RESERVED or name.startswith("val_")
     if is_ours and not (exact and (name == "loss" or name not in RESERVED)):
-        raise ConfigurationError(
-            "the name of a logged value must be free, and ipufit itself logs "
-            f"{', '.join(RESERVED)} and val_..., got {name!r}. Choose another name; rename a "
-            "metric with metrics={'name': metric}."
-        )
+        needed = f"free, and ipufit itself logs {', '.join(RESERVED)} and val_..."
+        advice = "Choose another name; rename a metric with metrics={'name': metric}."
+        raise unfit("the name of a logged value", needed, name, advice)
     if name in reserved:
         raise ConfigurationError(
             f"logged values must have different names, got {name!r} twice. Choose another name; "

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Callable, Dict, Literal, Optional, Tuple, Type, Union
 
-from ipufit.errors import ConfigurationError, UnknownNameError, shown
+from ipufit.errors import ConfigurationError, UnknownNameError, unfit
 from ipufit.utils import error_collector
 from ipufit.utils.error_collector import SettingsRepr, at_least_or_none, one_of
 
@@ -323,10 +323,9 @@ class OneCycle(Curve):
         pair = tuple(self.momentum) if isinstance(self.momentum, (tuple, list)) else ()
         pair = tuple(map(error_collector.as_float, pair))
         if len(pair) != 2 or not all(0 <= each < 1 for each in pair):
-            raise ConfigurationError(
-                "momentum of OneCycle must be two numbers of at least 0 and less than 1, or None, "
-                f"got {shown(self.momentum)}. Write for example momentum=(0.85, 0.95)."
-            )
+            needed = "two numbers of at least 0 and less than 1, or None"
+            advice = "Write for example momentum=(0.85, 0.95)."
+            raise unfit("momentum of OneCycle", needed, self.momentum, advice)
         object.__setattr__(self, "momentum", pair)
 
     def multiplier(self, update: int, length: int) -> float:

@@ -689,6 +689,54 @@ def test_a_seed_in_forward_fixes_what_follows_it():
         fitted(net, compiling=[("jit", "graph")])
 
 
+class Noisy(Net):
+    """Adds noise of a generator of its own, which forward makes, seeds again, or leaves alone.
+
+    Args:
+        way: which of these.
+    """
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.noise = torch.Generator().manual_seed(3)
+
+    def between(self, x):
+        if self.way == "made":
+            generator = torch.Generator().manual_seed(5)
+        else:
+            generator = self.noise if self.way == "kept" else self.noise.manual_seed(5)
+        return x + torch.rand(x.shape, generator=generator, dtype=x.dtype)
+
+
+@runs_eagerly
+@pytest.mark.parametrize("way", ["made", "seeded again"])
+def test_a_generator_that_forward_makes_or_seeds_has_the_same_numbers_each_time(way):
+    """A recording would go on with one stream of them, unlike the loop."""
+    net = Noisy(way)
+    twin = copy.deepcopy(net)
+    match = "drawn from a torch.Generator that is made or seeded in the step, which has the same"
+    with pytest.warns(UserWarning, match=match):
+        fitted(net, compiling=())
+    assert_same(net, by_hand(twin))
+    with pytest.raises(CaptureError, match=match):
+        fitted(net, compiling=[("jit", "graph")])
+    state = net.noise.get_state()
+    with pytest.raises(CaptureError, match=match):
+        fitted(net, compiling=[("jit", "graph")])
+    assert torch.equal(net.noise.get_state(), state)
+
+
+@runs_eagerly
+def test_a_generator_of_the_module_goes_on_in_a_recording():
+    """As in the loop: no draw is repeated, and looking for seeds leaves it as it was."""
+    net = Noisy("kept")
+    twin = copy.deepcopy(net)
+    twin.noise = torch.Generator().manual_seed(3)
+    fitted(net, compiling=[("jit", "graph")])
+    assert_same(net, by_hand(twin))
+
+
 @runs_eagerly
 @pytest.mark.parametrize("jit", ["graph", "kernels"])
 def test_other_ways_stay_strict(jit):

@@ -23,7 +23,7 @@ from ipufit.engines.ipu.ipu_config.parameters import (
 from ipufit.engines.ipu.ipu_config.serialization import Path, Token
 from ipufit.engines.ipu.ipu_config.settings import changed_parameters, effects_of, to_options
 from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
-from ipufit.errors import ConfigurationError, shown
+from ipufit.errors import ConfigurationError, shown, unfit
 from ipufit.utils.files import write_text
 
 Memory = Union[float, Sequence[float]]
@@ -324,10 +324,8 @@ class IPUConfig(ParameterValues):
             ConfigurationError: an unknown engine.
         """
         if engine not in ENGINES:
-            raise ConfigurationError(
-                f"engine must be one of {', '.join(map(repr, ENGINES))}, got {shown(engine)}. Try "
-                "'embedded'."
-            )
+            needed = f"one of {', '.join(map(repr, ENGINES))}"
+            raise unfit("engine", needed, engine, "Try 'embedded'.")
         return effects_of(self, engine).in_full()
 
     @classmethod
@@ -572,10 +570,8 @@ class IPUConfig(ParameterValues):
         plain = name[1:]
         if name == "mode":
             if value not in _MODES:
-                raise ConfigurationError(
-                    f"IPUConfig.mode must be 'training' or 'inference', got {shown(value)}. Use "
-                    "train() or eval()."
-                )
+                needed = "'training' or 'inference'"
+                raise unfit("IPUConfig.mode", needed, value, "Use train() or eval().")
             self.__dict__["_mode"] = value
             return
         if name.startswith("_") and twin(plain) is not None and plain not in _NOT_BY_MODE:

@@ -13,7 +13,7 @@ import re
 from types import ModuleType
 from typing import Dict, Iterator, List, NoReturn, Optional, Tuple, Union
 
-from ipufit.errors import ConfigurationError, brief_error, shown
+from ipufit.errors import ConfigurationError, brief_error, unfit
 
 Path = Union[str, "os.PathLike[str]"]
 # One of its own, True for that of the login, False for none.
@@ -69,10 +69,8 @@ def upload(
         ConfigurationError: there is no such name, no library, or the Hub refuses.
     """
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(
-            f"repo_id must be the name of a repository on the Hugging Face Hub, got {shown(name)}. "
-            "Write for example 'someone/some-ipu'."
-        )
+        needed = "the name of a repository on the Hugging Face Hub"
+        raise unfit("repo_id", needed, name, "Write for example 'someone/some-ipu'.")
     hub = _library("push_to_hub needs huggingface_hub", "write a folder with save_pretrained")
     with _translate_hub_errors(
         f"a configuration is written to {name!r} on the Hugging Face Hub, but that failed",
