@@ -1,6 +1,7 @@
 """Modules and losses that can't become one program: the error names the line and what to write."""
 
 import collections
+import copy
 import functools
 import inspect
 import warnings
@@ -472,15 +473,16 @@ def test_a_buffer_changed_in_place_is_kept():
 
 SETS = {
     "embedded": (
-        "forward sets Keeps.last, but it runs only once, to be recorded, and the attribute "
-        "keeps its present value. To carry a value from one micro-batch to the next, register a "
-        "buffer and change it in place; to run forward every time, use compile(..., "
-        "run_eagerly=True)."
+        "forward sets Keeps.last, but it runs only once, to be recorded: the loss of the same step "
+        "reads the new value, but for all else the attribute keeps its present one. To carry a "
+        "value from one micro-batch to the next, register a buffer and change it in place; to run "
+        "forward every time, use compile(..., run_eagerly=True)."
     ),
     "ipu-standin": (
-        "forward sets Keeps.last, but it runs only once, to be traced, and the attribute keeps "
-        "its present value. To carry a value from one micro-batch to the next, register a "
-        "buffer of floating point and change it in place."
+        "forward sets Keeps.last, but it runs only once, to be traced: the loss of the same step "
+        "reads the new value, but for all else the attribute keeps its present one. To carry a "
+        "value from one micro-batch to the next, register a buffer of floating point and change "
+        "it in place."
     ),
 }
 
@@ -898,6 +900,40 @@ def test_a_value_that_forward_needs_is_no_matter_of_anomaly_detection(anomaly):
     at = f"at {__file__}:{line} in forward: `{source}`"
     with refused(model, CaptureError, f"{NUMBER[0]}, {at}. {NUMBER[1]} {EAGERLY}"):
         fit(model)
+
+
+class Balanced(nn.Linear):
+    """Has a second loss in an attribute, as mixtures of experts do."""
+
+    aux = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+def test_a_loss_reads_what_forward_has_just_set(engine):
+    """The warning says so: the numbers are those of a loop."""
+    torch.manual_seed(0)
+    net = Balanced(4, 3)
+    twin = copy.deepcopy(net)
+    x, y = torch.randn(12, 4), torch.randn(12, 3)
+
+    def loss(prediction, target, net=net):
+        return (prediction - target).square().mean() + 0.1 * net.aux
+
+    model = ipufit.Model(net)
+    model.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss)
+    with pytest.warns(UserWarning, match="the loss of the same step reads the new value"):
+        model.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for i in [*range(0, 12, 4)] * 3:
+        optimizer.zero_grad()
+        loss(twin(x[i : i + 4]), y[i : i + 4], twin).backward()
+        optimizer.step()
+    torch.testing.assert_close(net.weight, twin.weight)
+    assert net.aux is None
 
 
 class Forgetful(nn.Linear):

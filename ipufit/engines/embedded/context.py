@@ -250,9 +250,10 @@ class EngineContext(Engine):
         if changed:
             warn_user(
                 f"forward sets {', '.join(sorted(set(changed)))}, but it runs only once, to be "
-                "recorded, and the attribute keeps its present value. To carry a value from one "
-                "micro-batch to the next, register a buffer and change it in place; to run "
-                "forward every time, use compile(..., run_eagerly=True).",
+                "recorded: the loss of the same step reads the new value, but for all else the "
+                "attribute keeps its present one. To carry a value from one micro-batch to the "
+                "next, register a buffer and change it in place; to run forward every time, use "
+                "compile(..., run_eagerly=True).",
             )
         blocks = len(micro.blocks) if isinstance(micro, MicroBatchStep) else 0
         if divided is not None:

@@ -100,9 +100,9 @@ class Executable:
         if self.traced.attributes:
             warn_user(
                 f"forward sets {', '.join(self.traced.attributes)}, but it runs only once, to be "
-                "traced, and the attribute keeps its present value. To carry a value from one "
-                "micro-batch to the next, register a buffer of floating point and change it in "
-                "place.",
+                "traced: the loss of the same step reads the new value, but for all else the "
+                "attribute keeps its present one. To carry a value from one micro-batch to the "
+                "next, register a buffer of floating point and change it in place.",
             )
 
     def run(
