@@ -276,6 +276,26 @@ ADVICE = {
         "End it with return and the outputs.",
         lambda: compiled(module=linear()).predict(X, **QUIET),
     ),
+    "missing labels": (
+        lambda: fit(X, [0, 1, None] * 4, model=compiled(loss="cross_entropy")),
+        "Fill what is missing (None), or leave those samples out.",
+        lambda: fit(X, [0, 1, 2] * 4, model=compiled(loss="cross_entropy")),
+    ),
+    "labels as texts in a dataset": (
+        lambda: fit(
+            DataLoader([(X[i], "ab"[i % 2]) for i in range(12)], 4),
+            model=compiled(loss="cross_entropy"),
+        ),
+        "Let the dataset yield a number for each text such as 'a'.",
+        lambda: fit(
+            DataLoader([(X[i], i % 2) for i in range(12)], 4), model=compiled(loss="cross_entropy")
+        ),
+    ),
+    "a target alone": (
+        lambda: fit(None, Y),
+        "Pass for example DataLoader(dataset, batch_size=...).",
+        lambda: fit(DataLoader(PAIRS, batch_size=4)),
+    ),
     "one sample": (
         lambda: compiled().predict(X[0], **QUIET),
         "If x is one sample, pass x[None].",

@@ -21,7 +21,7 @@ from ipufit.data.in_memory import (
 )
 from ipufit.data.loaders import BatchSequence, batch_total
 from ipufit.data.sharding import Sharded
-from ipufit.data.source import DataAdapter
+from ipufit.data.source import DataAdapter, refuse_no_batches
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError, unfit
 from ipufit.losses.loss import OwnLoss
@@ -104,6 +104,8 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
     kind, is_cut = _kind(arguments), isinstance(arguments.x, Sharded)
     if is_cut:
         arguments = dataclasses.replace(arguments, x=arguments.x.loader)
+    elif kind == "loader":
+        refuse_no_batches(arguments.x, arguments.role)
     arguments = arguments.as_arrays()
     _refuse_table(arguments)
     size = _DEFAULT_BATCH_SIZE

@@ -343,6 +343,8 @@ def _no_numbers(name: str, dtype: object, kind: str, values: Iterable[object]) -
             "enumerate(sorted(set(values)))} and [numbers[text] for text in values]; or leave the "
             "column out."
         )
+    elif any(value is None for value in values):
+        cure = "Fill what is missing (None), or leave those samples out."
     elif kind in "Mm":
         cure = "Convert it to numbers first: numpy.asarray(values).astype('int64')."
     elif kind == "V":

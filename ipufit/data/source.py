@@ -82,7 +82,7 @@ class DataAdapter:
         class_weights: Optional[ClassWeights] = None,
         is_cut: bool = False,
     ) -> None:
-        _refuse_what_has_no_batches(loader, role)
+        refuse_no_batches(loader, role)
         self._is_cut = is_cut
         self.is_portioned = False
         self.loader: Iterable[RawBatch] = loader
@@ -569,7 +569,12 @@ def _draw_as_for_new_workers(loader: object) -> None:
         torch.empty((), dtype=torch.int64).random_()
 
 
-def _refuse_what_has_no_batches(loader: object, role: str) -> None:
+def refuse_no_batches(loader: object, role: str) -> None:
+    """Refuse what can be no data.
+
+    Raises:
+        DataError: it is a text, a dict, a class, or nothing to iterate over.
+    """
     if isinstance(loader, (str, bytes, dict)) or not hasattr(type(loader), "__iter__"):
         came = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
         cure = "Pass for example DataLoader(dataset, batch_size=...)."

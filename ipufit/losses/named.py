@@ -270,6 +270,9 @@ def _shape(node: Node) -> Tuple[int, ...]:
 def _picking(name: str, role: str, value: object) -> str:
     """Advise, in a sentence, how a named loss gets one tensor of several."""
     advice = "a callable loss(prediction, target) that picks its tensors"
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    if isinstance(first, str):
+        return f"Let the dataset yield a number for each text such as {first!r}."
     if role == "prediction" and isinstance(value, Mapping) and value:
         return f"Name the output, loss={{{next(iter(value))!r}: {name!r}}}, or pass {advice}."
     return f"Pass {advice}."

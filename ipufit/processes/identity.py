@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import Dict, Optional, Tuple
 
 from torch import distributed as torch_distributed
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, unfit
 from ipufit.processes.group import ALONE, TIMEOUT, Processes
 from ipufit.processes.launchers import Rendezvous, find_launcher, find_rendezvous, parse_address
+from ipufit.utils.error_collector import number_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +100,10 @@ def _checked(
 ) -> _Arguments:
     for name, value in (("process_id", process_id), ("num_processes", num_processes)):
         if value is not None and type(value) is not int:
-            raise ConfigurationError(
-                f"{name} must be an int, but got {value!r}. Pass process_id from 0, and "
-                "num_processes, or leave both to the launcher."
-            )
-    if type(timeout) not in (int, float) or not 0 < timeout < math.inf:
-        raise ConfigurationError(
-            f"timeout must be a number of seconds above 0, but got {timeout!r}. Pass, for "
-            "example, timeout=600.0."
-        )
+            advice = "Pass process_id from 0, and num_processes, or leave both to the launcher."
+            raise unfit(name, "an int", value, advice)
+    needed, advice = "a number of seconds above 0", "Pass, for example, timeout=600.0."
+    timeout = number_in("timeout", timeout, needed, advice=advice)
     if num_processes == 1 and process_id is None:
         process_id = 0
     if (process_id is None) != (num_processes is None):
@@ -125,7 +120,7 @@ def _checked(
             f"num_processes={num_processes}. Number the processes from 0."
         )
     place = None if address is None else parse_address(address)
-    return _Arguments(process_id, num_processes, place, float(timeout))
+    return _Arguments(process_id, num_processes, place, timeout)
 
 
 def _find() -> Processes:

@@ -717,7 +717,7 @@ ADVICE = (
         ),
         (
             AtEpochEnd(lambda o: lrs.StepLR(o, 5), frequency=0),
-            "the frequency of a scheduler must be a number of at least 1, got 0.",
+            "the frequency of a scheduler must be an integer of at least 1, got 0.",
         ),
         (
             AtEpochEnd(lambda o: lrs.StepLR(o, 5), monitor="loss"),

@@ -222,7 +222,7 @@ def test_distributed_counts_before_the_environment(environment):
         ),
         (
             {"process_id": True, "num_processes": 2},
-            "process_id must be an int, but got True. Pass process_id from 0, and num_processes, "
+            "process_id must be an int, got True. Pass process_id from 0, and num_processes, "
             "or leave both to the launcher.",
         ),
         (
@@ -232,12 +232,11 @@ def test_distributed_counts_before_the_environment(environment):
         ),
         (
             {"timeout": 0},
-            "timeout must be a number of seconds above 0, but got 0. Pass, for example, "
-            "timeout=600.0.",
+            "timeout must be a number of seconds above 0, got 0. Pass, for example, timeout=600.0.",
         ),
         (
             {"timeout": float("inf")},
-            "timeout must be a number of seconds above 0, but got inf. Pass, for example, "
+            "timeout must be a number of seconds above 0, got inf. Pass, for example, "
             "timeout=600.0.",
         ),
         (

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.core import Interval
-from ipufit.errors import ConfigurationError, shown, unfit
+from ipufit.errors import ConfigurationError, shown
 from ipufit.optim.schedules import settings
 from ipufit.optim.schedules.by_optimizer import MemberSchedules, schedules_by_member
 from ipufit.optim.schedules.curves import ENDLESS, Curve, OneCycle, curve_by_name, resolve_length
@@ -23,7 +23,7 @@ from ipufit.optim.schedules.schedule import (
     silence_warnings,
 )
 from ipufit.optim.several import members_of
-from ipufit.utils.error_collector import one_of
+from ipufit.utils.error_collector import at_least, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,10 +386,8 @@ def _schedule(scheduler: object, optimizer: torch.optim.Optimizer, per_update: b
     elif isinstance(scheduler, EveryBatches):
         frequency, per_update = scheduler.frequency, True
         scheduler = scheduler.scheduler
-    if type(frequency) is not int or frequency < 1:
-        raise unfit("the frequency of a scheduler", "a number of at least 1", frequency)
     schedule = _stepped(scheduler, optimizer, per_update, monitor)
-    schedule.frequency = frequency
+    schedule.frequency = at_least("the frequency of a scheduler", frequency, 1)
     return schedule
 
 
