@@ -256,12 +256,48 @@ def template(node, constants):
     return node.value if is_text else None
 
 
+def errors_of_arguments():
+    """Texts that ``unfit`` and ``number_in`` join, of texts that are assigned before the call."""
+    for path in sorted((ROOT / "ipufit").rglob("*.py")):
+        nodes_here = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        assigned = []
+        for node in nodes_here:
+            if isinstance(node, ast.Assign):
+                target, value = node.targets[0], node.value
+                pairs = [(target, value)]
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    pairs = zip(target.elts, value.elts)
+                assigned += [(node.lineno, getattr(t, "id", ""), v) for t, v in pairs]
+
+        def local(node, assigned=assigned):
+            name = getattr(node, "id", None)
+            before = [
+                each for each in assigned if name and each[1] == name and each[0] < node.lineno
+            ]
+            return max(before, key=lambda each: each[0])[2] if before else node
+
+        for call in nodes_here:
+            kind = getattr(getattr(call, "func", None), "id", "")
+            kind = kind or getattr(getattr(call, "func", None), "attr", "")
+            if not isinstance(call, ast.Call) or kind not in ("unfit", "number_in"):
+                continue
+            arguments = []
+            for each in call.args:
+                words = local(each.value) if isinstance(each, ast.Starred) else None
+                arguments += words.elts if isinstance(words, ast.Tuple) else [each]
+            places = (0, 1) if kind == "unfit" else (0, 2)
+            if len(arguments) > places[1]:
+                name, needed = (template(local(arguments[place]), {}) for place in places)
+                yield f"{name or chr(0)} must be {needed or chr(0)}, got \0"
+
+
 def templates():
     """Every text in the source of the package; "\\0" stands for what is filled in."""
     for node, constants in nodes():
         text = template(node, constants)
         if text is not None:
             yield text
+    yield from errors_of_arguments()
 
 
 def messages():

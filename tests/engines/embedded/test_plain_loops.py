@@ -713,8 +713,8 @@ class Noisy(Net):
 @pytest.mark.parametrize("way", ["made", "seeded again"])
 def test_a_generator_that_forward_makes_or_seeds_has_the_same_numbers_each_time(way):
     """A recording would go on with one stream of them, unlike the loop."""
-    net = Noisy(way)
-    twin = copy.deepcopy(net)
+    net, twin = Noisy(way), Noisy(way)
+    twin.load_state_dict(net.state_dict())
     match = "drawn from a torch.Generator that is made or seeded in the step, which has the same"
     with pytest.warns(UserWarning, match=match):
         fitted(net, compiling=())
@@ -730,9 +730,8 @@ def test_a_generator_that_forward_makes_or_seeds_has_the_same_numbers_each_time(
 @runs_eagerly
 def test_a_generator_of_the_module_goes_on_in_a_recording():
     """As in the loop: no draw is repeated, and looking for seeds leaves it as it was."""
-    net = Noisy("kept")
-    twin = copy.deepcopy(net)
-    twin.noise = torch.Generator().manual_seed(3)
+    net, twin = Noisy("kept"), Noisy("kept")
+    twin.load_state_dict(net.state_dict())
     fitted(net, compiling=[("jit", "graph")])
     assert_same(net, by_hand(twin))
 
