@@ -78,6 +78,15 @@ def flat_of(tensor: Tensor, flats: Sequence[Tensor]) -> Optional[int]:
     return None
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Tell whether other tensors may look into the storage of this one."""
+    if not hasattr(torch._C, "_storage_Use_Count"):  # before torch 2.1
+        return True
+    # Torch counts the storage's object in Python, too, and what a view is of.
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count > 2 + tensor._is_view()
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """Place of one parameter in its block.

@@ -1,6 +1,7 @@
 """Traps that give wrong numbers without an error, each closed: the right numbers, or a refusal."""
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -354,6 +355,134 @@ def test_data_of_a_frozen_parameter_set_in_a_callback_is_computed_with(when, eag
         model.fit(loader(), epochs=3, callbacks=when(change), verbose=0)
     assert_same(*nets[:2], atol=0)
     assert not torch.equal(nets[1].layers[0].weight, nets[2].layers[0].weight)
+
+
+def swap_data(net, average):
+    """Exchanges the memory of weights and averages."""
+    for one, other in zip(net.parameters(), average.parameters()):
+        one.data, other.data = other.data, one.data
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("widths", [(12, 8, 5), (12, 5)], ids=["many", "one"])
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+def test_weights_that_change_places_with_an_average_keep_both(widths, eager):
+    """What is taken over from one memory would be written over what the other one holds."""
+    nets, averages = [], []
+    for swap in (swap_data, None):
+        torch.manual_seed(0)
+        layers = [nn.Linear(*pair, bias=len(widths) > 2) for pair in zip(widths, widths[1:])]
+        net = nn.Sequential(nn.Flatten(), *layers).double()
+        average = copy.deepcopy(net)
+        for parameter in average.parameters():
+            parameter.data *= 0.5
+
+        def change(net, swap=swap, average=average):
+            if swap is not None:
+                return swap(net, average)
+            values = copy.deepcopy(net.state_dict())
+            net.load_state_dict(average.state_dict())
+            return average.load_state_dict(values)
+
+        momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        model = compiled(net, run_eagerly=eager, optimizer=momentum)
+        model.fit(loader(), epochs=3, callbacks=AfterEachUpdate(change), verbose=0)
+        nets.append(net)
+        averages.append(average)
+    assert_same(*nets, atol=0)
+    assert_same(*averages, atol=0)
+
+
+class Shadow(Callback):
+    """Averages of the weights, which evaluations find in the place of the weights."""
+
+    def set_model(self, model):
+        super().set_model(model)
+        self.net, self.kept = model.module, {}
+        self.averages = {p: p.data.clone() for p in self.net.parameters()}
+
+    def on_train_batch_end(self, batch, logs=None):
+        for parameter, average in self.averages.items():
+            self.averages[parameter] = 0.5 * average + 0.5 * parameter.data
+
+    def on_test_begin(self, logs=None):
+        for parameter, average in self.averages.items():
+            self.kept[parameter], parameter.data = parameter.data, average
+
+    def on_test_end(self, logs=None):
+        for parameter, value in self.kept.items():
+            parameter.data = value
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+def test_weights_that_a_callback_lends_to_an_evaluation_are_evaluated(eager):
+    """A program that has looked for its weights before would evaluate those that are trained."""
+    torch.manual_seed(0)
+    net, images, losses = MLP().double(), loader(), []
+    other = copy.deepcopy(net)
+    model = compiled(net, run_eagerly=eager)
+    model.fit(images, epochs=2, validation_data=images, callbacks=Shadow(), verbose=0)
+    optimizer, average = descent(other.parameters()), copy.deepcopy(other)
+    for _ in range(2):
+        for x, y in images:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(other(x), y).backward()
+            optimizer.step()
+            for mean, parameter in zip(average.parameters(), other.parameters()):
+                mean.data.lerp_(parameter.data, 0.5)
+        each = [nn.functional.cross_entropy(average(x), y) for x, y in images]
+        losses.append(torch.stack(each).mean().item())
+    assert_same(net, other)
+    assert model.history.history["val_loss"] == pytest.approx(losses, rel=0, abs=1e-12)
+
+
+class Staged(MLP):
+    """Its second layer is there for some stages only, as where a callback lets a net grow."""
+
+    stage = 0
+
+    def forward(self, x):
+        first, *between, last = self.layers[0], *self.layers[1:-1], self.layers[-1]
+        x = first(x.flatten(1)).tanh()
+        for layer in between if self.stage == 1 else ():
+            x = layer(x)
+        return last(x)
+
+
+class Stages(Callback):
+    """Sets the stage of every epoch."""
+
+    def __init__(self, net, stages):
+        super().__init__()
+        self.net, self.stages = net, stages
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.net.stage = self.stages[epoch]
+
+
+@embedded_only("a program of an IPU moves the same parameters in every update")
+@pytest.mark.parametrize("stages", [(0, 1, 1), (1, 0, 1)])
+@pytest.mark.parametrize("jit", ["auto", "graph"])
+def test_parameters_that_take_part_in_some_epochs_alone_are_trained_in_these(jit, stages):
+    """The first recording of an epoch says which a gradient reaches."""
+    nets = []
+    for is_loop in (False, True):
+        torch.manual_seed(0)
+        net = Staged().double()
+        net.layers = nn.ModuleList([nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 5)]).double()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+        if not is_loop:
+            model = compiled(net, optimizer=optimizer, jit=jit)
+            model.fit(loader(), epochs=3, callbacks=Stages(net, stages), verbose=0)
+        for stage in stages if is_loop else ():
+            net.stage = stage
+            for x, y in loader():
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+        nets.append(net)
+    assert_same(*nets)
 
 
 def turn(net):

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, parts_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.optim.several import groups_of_members, index_of_group
-from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, set_apart
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like, is_shared, set_apart
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import on_host, refuse_complex, refuse_shared_memory
 from ipufit.utils import tree
@@ -226,8 +226,11 @@ class StatePlacement:
         """
         return self._version.to_take_over(updates)
 
-    def follow_the_module(self) -> None:
+    def follow_the_module(self) -> bool:
         """Take over what a callback has put into parameters by other means than in place.
+
+        Returns:
+            Whether that can't be done in place: somebody holds what was there before.
 
         Raises:
             ConfigurationError: a parameter or buffer is another object now.
@@ -235,9 +238,12 @@ class StatePlacement:
         refuse_replaced(self.step, self._tensors)
         for _, parameter, view in self.storage.places:
             data = parameter.data
-            if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
+            is_elsewhere = data.data_ptr() != view.data_ptr()
+            if is_elsewhere and is_shared(view):
+                return True
+            if is_elsewhere or data.stride() != view.stride():
                 self.storage.follow(changed_shape)
-                return
+        return False
 
     def publish(self, updates: int) -> None:
         """Write the optimizer's state, after so many updates, where torch keeps it."""

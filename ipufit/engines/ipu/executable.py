@@ -305,11 +305,11 @@ class Host:
         """Take over the weights of a state, and the buffers of its first replica, in place."""
         state.write_to(self.parameters, self.buffers())
 
-    def versions(self) -> List[int]:
-        """Other numbers after any change in place. Does not bring weights back to look."""
+    def versions(self) -> List[Tuple[int, int]]:
+        """Other numbers after any change of values. Does not bring weights back to look."""
         return [_version(parameter) for parameter in self.parameters.values()]
 
-    def all_versions(self) -> List[int]:
+    def all_versions(self) -> List[Tuple[int, int]]:
         """The versions of parameters and of buffers."""
         return [*self.versions(), *map(_version, self.buffers().values())]
 
@@ -416,9 +416,10 @@ class Trained(Executable):
                 tensor.__class__ = kind
 
 
-def _version(tensor: Tensor) -> int:
+def _version(tensor: Tensor) -> Tuple[int, int]:
     # What PopTorch wraps fetches the weights from the device when an attribute is asked for.
-    return int(object.__getattribute__(tensor, "_version"))
+    version = object.__getattribute__(tensor, "_version")
+    return version, object.__getattribute__(tensor, "data_ptr")()
 
 
 def _form(parameter: Tensor) -> Tuple[object, ...]:

@@ -119,7 +119,7 @@ class PoptorchInferenceProgram(Program):
         self._host = Host(spec)
         self._size = Size.of(spec.plan)
         self._passes = 0
-        self._versions: List[int] = []
+        self._versions: List[Tuple[int, int]] = []
         self._example: Optional[MicroBatch] = None
 
     @property

@@ -48,7 +48,7 @@ class ProgramCache:
         self._examples: Dict[object, MicroBatch] = {}
         self._programs: Dict[Tuple[object, Size], Trained] = {}
         self._current: Optional[Trained] = None
-        self._versions: List[int] = []
+        self._versions: List[Tuple[int, int]] = []
         self._unstored = 0
         self._published = OptimizerStateVersion(self.optimizer)
 

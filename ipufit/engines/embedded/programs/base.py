@@ -156,13 +156,16 @@ class ModuleWeights:
         device: of the module.
 
     Attributes:
-        tensors: what a recording takes, in the order of the parameters.
-        device: where it runs.
+        device: where a recording runs.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
-        self.tensors = [parameter.detach() for parameter in parameters.values()]
+        self._parameters = parameters
         self.device = device
+
+    def tensors(self) -> List[Tensor]:
+        """Return what a recording takes; hooks may set the data of a parameter."""
+        return [parameter.detach() for parameter in self._parameters.values()]
 
     def attach(self, recorded: TracedStep) -> None:
         """Let a recording know the weights that it takes, where these are not its arguments."""
@@ -175,4 +178,4 @@ class ModuleWeights:
 
     def release(self) -> None:
         """Let go of the tensors; safe twice."""
-        self.tensors = []
+        self._parameters = {}

@@ -24,7 +24,6 @@ class InferenceProgram(BaseProgram):
         super().__init__(engine, spec)
         self._weights = self._choose_weights()
         self._device = self._weights.device
-        self._state = [*self._weights.tensors, *self._buffers.values()]
         self._passes = 0
         # What steps of the user's own may change, with the values to put back.
         self._values: List[Tuple[Tensor, Tensor]] = []
@@ -48,7 +47,8 @@ class InferenceProgram(BaseProgram):
 
     def _record(self, example: MicroBatch, turn: int, spec: ProgramSpec) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
-        recorded = self._engine.record(spec, example, (), fixed, self._state, None, self._step)
+        state = [*self._weights.tensors(), *self._buffers.values()]
+        recorded = self._engine.record(spec, example, (), fixed, state, None, self._step)
         self._weights.attach(recorded)
         return recorded
 
@@ -63,9 +63,10 @@ class InferenceProgram(BaseProgram):
             numbers: Sequence[int] = range(len(work))
             if batch.layout is not None:
                 numbers = local_indices(batch.shares(self._spec.plan))
+            state = [*self._weights.tensors(), *self._buffers.values()]
             for place, (micro_batch, recorded) in enumerate(work):
                 self._seed(recorded, self._passes + numbers[place])
-                tensors = list(recorded.run(*self._state, *micro_batch.leaves))
+                tensors = list(recorded.run(*state, *micro_batch.leaves))
                 if self._spec.mode is Mode.EVALUATE:
                     results.numbers.append(([recorded.micro.reported], tensors.pop(0)))
                 if self._spec.want_outputs:
@@ -91,6 +92,5 @@ class InferenceProgram(BaseProgram):
             for tensor, value in self._values:
                 tensor.copy_(value)
         self._values = []
-        self._state = []
         self._by_form = {}
         self._weights.release()

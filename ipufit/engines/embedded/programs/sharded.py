@@ -171,7 +171,7 @@ class FSDPPlacement(ShardedPlacement):
         self.weights.note()
         return False
 
-    def follow_the_module(self) -> None:
+    def follow_the_module(self) -> bool:
         """Refuse changes of weights before an execution.
 
         Raises:
@@ -185,6 +185,7 @@ class FSDPPlacement(ShardedPlacement):
                 "begins, but one was changed within an epoch. Change it in on_epoch_end or "
                 "on_epoch_begin."
             )
+        return False
 
     def gather_weights(self) -> None:
         """Bring the module's parameters up to date, in all processes at the same time."""
@@ -207,6 +208,7 @@ class FSDPWeights(ModuleWeights):
         parameters: Dict[str, nn.Parameter],
         device: torch.device,
     ) -> None:
+        super().__init__(parameters, device)
         self._plan = spec.plan
         self._is_owner = carried.weights is None
         self._events: Sequence[Tuple[str, int]] = ()
@@ -218,7 +220,10 @@ class FSDPWeights(ModuleWeights):
             carried_weights = carried.weights
         self._weights = carried_weights
         self.device = carried_weights.device
-        self.tensors = [carried_weights.views[name] for name in parameters]
+
+    def tensors(self) -> List[Tensor]:
+        """Return the parts of this process."""
+        return [self._weights.views[name] for name in self._parameters]
 
     def attach(self, recorded: TracedStep) -> None:
         """Let a recording gather its weights from the parts."""

@@ -188,6 +188,10 @@ class TrainingProgram(BaseProgram):
                     "{'words.*': torch.optim.SparseAdam, '*': 'adam'}."
                 )
         turn.with_gradient = turn.with_gradient or names
+        if names != turn.with_gradient and not (self._by_form or self._takes_turns):
+            # A callback has set another stage or task: the first recording of an epoch says which.
+            self._let_go()
+            return self._record_turn(turn, example, spec)
         if names != turn.with_gradient:
             different = sorted(set(names) ^ set(turn.with_gradient))[0]
             raise CaptureError(
@@ -309,14 +313,14 @@ class TrainingProgram(BaseProgram):
             state.mode.train(state.storage)
         if self._frozen_values is not None:
             self._frozen_values.look()
-        if state.with_gradient and state.placement.follow_the_optimizer(state.updates):
+        placement, start = state.placement, state.updates
+        is_bound = bool(state.with_gradient)
+        if is_bound and placement.follow_the_module() | placement.follow_the_optimizer(start):
             self._let_go()
         work, is_here, is_random = self._trace(batch.micro_batches)
-        state.placement.follow_the_module()
         updates, shares = self._by_update(work, batch)
         merged = self._merged(updates) if self._may_merge else {}
         rows: Rows = [self._optimizer.param_groups] * len(updates)
-        start = state.updates
         if schedule is not None:
             before, steps = schedule.snapshot(), batch.accumulation_steps(self._spec.plan)
             rows = schedule.rows(len(updates), steps)
@@ -467,6 +471,7 @@ class TrainingProgram(BaseProgram):
 
     def _let_go(self) -> None:
         """Give back parameters and state; the next recording takes over what is there then."""
+        self.state.publish()
         self.state.unbind()
         self._forget()
 
