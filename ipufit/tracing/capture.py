@@ -16,7 +16,7 @@ import types
 from typing import Any, Callable, Dict, Iterator, NoReturn, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -187,6 +187,19 @@ def fault_error(kind: str, frame: Optional[Frame]) -> CaptureError:
     return capture_error(what, instead, frame, cause, kind)
 
 
+def carried_error(titles: Sequence[str]) -> CaptureError:
+    """The error about values that forward changes, and computes with in the next micro-batch."""
+    what = ", ".join(titles) or "a tensor that is neither a parameter nor a buffer"
+    return capture_error(
+        f"forward changes {what}, and computes with it in the next micro-batch, but it runs only "
+        "once, to be recorded",
+        "To carry a value from one micro-batch to the next, register a buffer and change it in "
+        "place; checkpoints have no other values.",
+        None,
+        kind="attribute",
+    )
+
+
 def value_error(frame: Optional[Frame]) -> CaptureError:
     """Python needs a tensor's value there."""
     source = source_line(frame[0], frame[1]) if frame else ""
@@ -330,7 +343,15 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
                 raise read_by(user_frame(sys._getframe()))
             if makes_shape(func, args):
                 raise fault_error("shape", user_frame(sys._getframe()))
-        return self.run(func, args, kwargs or {})
+        if not (func._schema.is_mutable and args and type(args[0]) in (Tensor, nn.Parameter)):
+            return self.run(func, args, kwargs or {})
+        # It has values, and is changed by updates, not by their recording.
+        with torch.utils._mode_utils.no_dispatch():
+            value = args[0].detach().clone()
+        result = self.run(func, args, kwargs or {})
+        with torch.utils._mode_utils.no_dispatch():
+            args[0].data.copy_(value)
+        return result
 
 
 def _refuse_draw(what: str, instead: str) -> NoReturn:

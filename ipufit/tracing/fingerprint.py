@@ -29,6 +29,8 @@ from ipufit.utils.state import GONE, MEMBERS, PLAIN, Place, ValueSnapshot, is_of
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # What is called of a module that is recorded; of a LightningModule, its steps.
 _ENTRIES = ("forward", "__call__", "training_step", "validation_step", "test_step", "predict_step")
+# Where torch has hooks of modules.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Objects within objects, such as config.model.rate.
 _DEPTH_OF_VALUES = 4
 
@@ -71,7 +73,8 @@ class StepModule(nn.Module):
 
         Args:
             notes_writes: whether what they write to globals and classes, such as a count of calls,
-                is part of no fingerprint from then on: each recording would call for another one.
+                stays, and is part of no fingerprint from then on: each recording would call for
+                another one.
 
         Yields:
             A list that holds, afterwards, what was set or filled, as "Class.attribute", sorted;
@@ -81,7 +84,8 @@ class StepModule(nn.Module):
         referents: List[object] = []
         reader = CodeReader(self)
         before = _values_read(reader, referents) if notes_writes else {}
-        snapshot = ValueSnapshot(self.owners(), reader.places, keeps_values=True)
+        is_users = None if notes_writes else is_of_users
+        snapshot = ValueSnapshot(self.owners(), reader.places, True, is_users)
         try:
             yield changed
             if notes_writes:
@@ -157,9 +161,12 @@ class CodeReader:
                     self._seen.add((id(value), object))
                     title = f"{type(part).__name__}.{name}"
                     self._note(title, value, self.names, _DEPTH_OF_VALUES)
-            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            for hooks in _HOOKS:
                 for hook in vars(part).get(hooks, {}).values():
                     self._read(hook, f"a hook of {type(part).__name__}")
+        for name, parameter in step.named_parameters():
+            for hook in (parameter._backward_hooks or {}).values():
+                self._read(hook, f"a hook of {name}")
         for function in step.functions:
             self._read(function, "the loss")
         written = _WRITTEN.get(step.net, ())
@@ -191,7 +198,7 @@ class CodeReader:
         if is_called:
             self.values.append((title, value))
             kind = type(owner)
-            if follows and _is_of_users(owner if isinstance(owner, type) else kind):
+            if follows and is_of_users(owner if isinstance(owner, type) else kind):
                 names = {getattr(method, "__name__", "")}
                 if (id(owner), *names) not in self._seen:
                     self._seen.add((id(owner), *names))
@@ -226,7 +233,7 @@ class CodeReader:
         variables, attributes = _new_names(function.__code__)
         for name in variables.difference(function.__globals__):
             self.places.append((name, function.__globals__, name, GONE))
-        for base in filter(_is_of_users, kind.__mro__ if kind is not None and attributes else ()):
+        for base in filter(is_of_users, kind.__mro__ if kind is not None and attributes else ()):
             for name in attributes.difference(vars(base)):
                 self.places.append((f"{base.__name__}.{name}", base, name, GONE))
 
@@ -285,7 +292,7 @@ class CodeReader:
         """Note attributes of a class, a module or another object that the code has names for."""
         if isinstance(value, type):
             return self._note_members(value, names, makes_objects=True)
-        is_of_others = isinstance(value, types.ModuleType) and not _is_of_users(value)
+        is_of_others = isinstance(value, types.ModuleType) and not is_of_users(value)
         attributes = getattr(value, "__dict__", {})
         read = _names_with_methods(type(value), names)
         for name in sorted(read.intersection(attributes)):
@@ -318,7 +325,7 @@ def _members(kind: type, names: Set[str], makes_objects: bool) -> Dict[str, type
     Methods are called without their names as well; of modules forward, which is always read.
     """
     members: Dict[str, type] = {}
-    for base in filter(_is_of_users, reversed(kind.__mro__)):
+    for base in filter(is_of_users, reversed(kind.__mro__)):
         is_operand = users_module(base) and not issubclass(base, nn.Module)
         for name, member in vars(base).items():
             is_special = name.startswith("__") or issubclass(base, torch.autograd.Function)
@@ -361,12 +368,12 @@ def _new_names(code: types.CodeType) -> Tuple[FrozenSet[str], FrozenSet[str]]:
     return frozenset(names["STORE_GLOBAL"]), frozenset(names["STORE_ATTR"])
 
 
-def _is_of_users(value: object) -> bool:
+def is_of_users(value: object) -> bool:
     """Say whether a class or a module is neither torch's, ipufit's nor Python's own."""
     if isinstance(value, types.ModuleType):
         return value.__name__ == "__main__" or is_users(getattr(value, "__file__", None) or "<>")
     module = sys.modules.get(value.__module__)
-    return module is not None and _is_of_users(module)
+    return module is not None and is_of_users(module)
 
 
 def _has_code_of_users(function: types.FunctionType) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Dict, Iterator, List, Optional, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -30,11 +30,12 @@ class Memories:
         writes: the nodes that write to it.
         inputs: the graph's inputs.
         changed: which of the graph's inputs are written to, by number.
+        constants: names of the tensors of the graph's own that it writes to, and computes with.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: Dict[fx.Node, fx.Node] = {}
-        constants: Dict[object, fx.Node] = {}
+        constants: Dict[fx.node.Target, fx.Node] = {}
         written: List[Tuple[fx.Node, fx.Node]] = []
         for node in graph.nodes:
             self._parent[node] = node
@@ -56,6 +57,12 @@ class Memories:
             self.written_by.setdefault(node, set()).add(self.of(other))
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.changed = [i for i, node in enumerate(self.inputs) if self.of(node) in self.writes]
+        self.constants = []
+        for name, node in constants.items():
+            if self.of(node) in self.writes:
+                members = self.members[self.of(node)]
+                if any(not each.users.keys() <= set(members) for each in members):
+                    self.constants.append(str(name))
 
     def of(self, node: fx.Node) -> fx.Node:
         """The memory of a value: one node that stands for it."""
@@ -243,6 +250,48 @@ def same_constants(first: Tuple[Tensor, ...], second: Tuple[Tensor, ...]) -> boo
         a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
         for a, b in zip(first, second)
     )
+
+
+def is_repeated(graph: fx.GraphModule, first: Sequence[fx.Node], second: Sequence[fx.Node]) -> bool:
+    """Tell whether a function computes the same in two calls, but for constants that it makes once.
+
+    Args:
+        graph: of both; it has the inputs of the first call, and then those of the second.
+        first, second: the nodes of each call; what is no longer in the graph is passed over.
+    """
+    alive, inputs = set(graph.graph.nodes), Memories(graph.graph).inputs
+    fixed: Set[fx.Node] = set()
+    same = dict(zip(inputs[len(inputs) // 2 :], inputs))
+    for node in first:
+        if fixed.issuperset(node.all_input_nodes) and not draws(
+            node.target, node.args, node.kwargs
+        ):
+            fixed.add(node)
+    rest = filter(alive.__contains__, first)
+    for node in filter(alive.__contains__, second):
+        schema = schema_of(node)
+        writes = schema is not None and schema.is_mutable
+        if writes and not set(first).isdisjoint(node.all_input_nodes):
+            return False
+        call = _call(graph, node, same)
+        for other in rest:
+            if call == _call(graph, other, {}):
+                same[node] = other
+                break
+            if other not in fixed:
+                return False
+        else:
+            return False
+    return fixed.issuperset(rest)
+
+
+def _call(graph: fx.GraphModule, node: fx.Node, same: Dict[fx.Node, fx.Node]) -> object:
+    """Return what a node computes, as a value that equals that of another one like it."""
+    if node.op == "get_attr":
+        value = getattr(graph, str(node.target))
+        return (value.dtype, value.tolist()) if value.numel() < 1000 else id(value)
+    args = fx.node.map_arg((node.args, node.kwargs), lambda each: same.get(each, each))
+    return node.target, args
 
 
 def operator_name(node: fx.Node) -> str:

@@ -300,6 +300,9 @@ class ValueSnapshot:
             self._caches.append((value, value.cache_info()))
         elif isinstance(value, Tensor) and is_whole:
             self._keep(title, value, is_told)
+        elif isinstance(value, nn.Module) and is_whole:
+            for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+                self._keep(f"{title}.{name}", tensor, is_told)
         parts = parts_of(value)
         if parts is None or not depth or id(parts) in self._followed:
             return
@@ -341,10 +344,7 @@ class ValueSnapshot:
 
     def changed(self) -> List[str]:
         """Name what is set, gone, or has other contents, as "Class.attribute"."""
-        titles = set()
-        for change in self._rebound():
-            titles.add(change.title)
-        return sorted(titles)
+        return sorted({change.title for change in self._rebound()})
 
     def restore(self) -> List[str]:
         """Put back every attribute, the values of tensors, and what was in each container.

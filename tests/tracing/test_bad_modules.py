@@ -495,11 +495,8 @@ def test_a_recording_leaves_no_trace_in_the_module(engine):
         last = None
 
         def forward(self, x):
-            y = super().forward(x)
-            if self.last is not None:
-                y = y + 0 * self.last.mean()
-            self.last = y.detach()
-            return y
+            self.last = super().forward(x).detach()
+            return super().forward(x)
 
     model = compiled(Keeps())
     # Five samples by three: the smaller last batch is recorded while the first recording is in use.

@@ -27,19 +27,20 @@ from ipufit.engines.embedded.traced_step import EagerStep, TracedStep
 from ipufit.engines.embedded.training_state import CarriedState
 from ipufit.engines.program import Engine, ExecutionResult, ProgramSpec
 from ipufit.losses import Loss
-from ipufit.tracing.capture import capture
-from ipufit.tracing.fingerprint import fingerprint
+from ipufit.tracing.capture import capture, carried_error
+from ipufit.tracing.fingerprint import CodeReader, fingerprint, is_of_users
 from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, MicroBatchStep, ModuleWithLoss
-from ipufit.tracing.graph_analysis import Memories, peak_bytes
+from ipufit.tracing.graph_analysis import Memories, is_repeated, peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
+from ipufit.tracing.recording import GraphPlace, current_graph
 from ipufit.tracing.untraced_random import reachable_generators, refuse_draws
 from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_operators import uses_random_numbers
 from ipufit.utils.random_streams import Generators, isolated
-from ipufit.utils.state import device_of, same_values
+from ipufit.utils.state import ValueSnapshot, device_of, same_values
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Decision, Merger
@@ -164,9 +165,6 @@ class EngineContext(Engine):
                 config.compiler,
             )
             self.hints.update(micro.hints)
-            if graph is not None:
-                for index in Memories(graph.graph).changed:
-                    micro.written.update(micro.names[index : index + 1])
             # Recording may fill a cache, or import what forward needs.
             frozen, held = fingerprint(step)
             key = (frozen, *key[1:])
@@ -239,6 +237,7 @@ class EngineContext(Engine):
             several: whether gradients go to other processes.
             compiler: compiles the graph; None: it runs by torch's own operators.
         """
+        snapshot = ValueSnapshot(step.owners(), CodeReader(step).places, is_users=is_of_users)
         with self.recording(), step.preserve_attributes(notes_writes=True) as changed:
             record = functools.partial(capture, micro, arguments)
             with for_this_engine(), refuse_draws(step, record):
@@ -246,7 +245,18 @@ class EngineContext(Engine):
             if recompute:
                 before, repeated = peak_bytes(graph), recompute_layers(graph)
                 self.recomputed = (repeated, before, peak_bytes(graph))
+            titles = snapshot.changed()
         self.captures += 1
+        if isinstance(micro, MicroBatchStep):
+            memories = Memories(graph.graph)
+            for index in memories.changed:
+                micro.written.update(micro.names[index : index + 1])
+            written = memories.constants
+            if written or (titles and not self._is_repeated(micro, arguments)):
+                ids = {id(getattr(graph, name)) for name in written}
+                titles += [title for title, tensor in snapshot.tensors() if id(tensor) in ids]
+                snapshot.restore()
+                raise carried_error(titles)
         if changed:
             warn_user(
                 f"forward sets {', '.join(sorted(set(changed)))}, but it runs only once, to be "
@@ -277,6 +287,23 @@ class EngineContext(Engine):
         if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
             try_out(run, arguments)
         return run, uses_random_numbers(graph), lowered, graph
+
+    def _is_repeated(self, micro: MicroBatchStep, arguments: Sequence[Tensor]) -> bool:
+        """Tell whether a micro-batch computes the same once more, with what the first has set."""
+        calls: List[List[fx.Node]] = []
+
+        def call_twice(*tensors: Tensor) -> Sequence[Tensor]:
+            for inputs in (tensors[: len(arguments)], tensors[len(arguments) :]):
+                place = GraphPlace(current_graph())
+                micro(*inputs)
+                calls.append(place.nodes_after())
+            return ()
+
+        with self.recording(), micro.step.preserve_attributes(), for_this_engine():
+            try:
+                return is_repeated(capture(call_twice, [*arguments, *arguments]), *calls)
+            except Exception:  # Such as a graph that was followed back before.
+                return False
 
     def fetch(
         self, results: ExecutionOutputs, settings: Optional[Mapping[str, float]] = None

@@ -1,8 +1,10 @@
 """Whatever a loop written by hand trains: eagerly to the same numbers, and by itself in "auto"."""
 
+import contextlib
 import copy
 import functools
 import random
+import types
 import warnings
 
 import pytest
@@ -165,6 +167,112 @@ class Sparse(nn.Module):
         return self.last(self.words((x.abs() * 7).long().clamp(max=19)).mean(1))
 
 
+ANNEALED = ("number", "list", "tensor", "kept object", "hook")
+
+
+class Annealed(Net):
+    """Counts micro-batches in a number, a list, a tensor, an object and a hook."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.step, self.steps = how, 0, [0]
+        self.tensor, self.kept = torch.zeros(()), types.SimpleNamespace(step=0)
+        if how == "hook":
+            self.last.register_full_backward_hook(self.shrink)
+
+    def count(self):
+        if self.how == "number":
+            self.step += 1
+            return self.step
+        if self.how == "list":
+            self.steps[0] += 1
+            return self.steps[0]
+        if self.how == "tensor":
+            self.tensor += 1
+            return self.tensor
+        self.kept.step += 1
+        return self.kept.step
+
+    def shrink(self, layer, received, given):
+        self.step += 1
+        return tuple(gradient * 0.9**self.step for gradient in received)
+
+    def between(self, x):
+        return x if self.how == "hook" else x * (1 - 0.9 ** self.count())
+
+
+class Queued(Net):
+    """Compares with earlier micro-batches: a buffer with a place, tensors in a list, a view."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.place = how, 0
+        self.register_buffer("queue", torch.zeros(16, 6, dtype=torch.float64))
+        self.tensors = [torch.ones(6, dtype=torch.float64)] * 3
+
+    def between(self, x):
+        latest = x.detach().mean(0)
+        if self.how == "list":
+            x = x + torch.stack(self.tensors).mean(0)
+            self.tensors = [*self.tensors[1:], latest]
+        elif self.how == "view":
+            x = x + self.tensors[0]
+            self.tensors[0][1:3] = latest[1:3]
+        else:
+            x = x + self.queue.mean(0)
+            self.queue[self.place] = latest
+            self.place = (self.place + 1) % 16
+        return x
+
+
+class Initialised(Net):
+    """Takes its scale from the first micro-batch."""
+
+    is_ready = False
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def between(self, x):
+        if not self.is_ready:
+            self.scale.data.copy_(1 / x.detach().std(0))
+            self.is_ready = True
+        return x * self.scale
+
+
+class Followed(Net):
+    """Moves a teacher that is no part of the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [nn.Linear(6, 6).double().requires_grad_(False)]
+
+    def between(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.hidden[0].parameters(), self.first.parameters()):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return x + self.hidden[0](x)
+
+
+class Again(Net):
+    """Checkpoints a layer whose buffers change."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6).double()
+
+    def between(self, x):
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
+CARRYING = {
+    **{f"count in a {how}": functools.partial(Annealed, how) for how in ANNEALED},
+    **{f"queue in a {how}": functools.partial(Queued, how) for how in ("buffer", "list", "view")},
+    "initialised": Initialised,
+    "followed": Followed,
+    "again": Again,
+}
 KINDS = (Masked, LayerDrop, Experts, Packed, Averaged, Assigned, Reentrant, Outside, Hooked, Sparse)
 adam = functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
 momentum = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -198,6 +306,54 @@ def assert_same(one, other, atol=1e-10):
     """All parameters and buffers agree."""
     for (name, value), wanted in zip(one.state_dict().items(), other.state_dict().values()):
         torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=name)
+
+
+def carrying(name):
+    """A module that carries something from one micro-batch to the next, as a loop has it."""
+    torch.manual_seed(0)
+    return CARRYING[name]()
+
+
+@runs_eagerly
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize("name", CARRYING)
+def test_what_goes_from_one_micro_batch_to_the_next_goes_as_in_a_loop(
+    name, run_eagerly, accumulation
+):
+    """A recording would keep the first value, and a trial forward before it would change it."""
+    net, twin = carrying(name), carrying(name)
+    compiling = {"run_eagerly": True} if run_eagerly else {}
+    told = contextlib.nullcontext() if run_eagerly else pytest.warns(match="can't be recorded as")
+    with told:
+        fitted(net, compiling=compiling.items(), gradient_accumulation=accumulation)
+    assert_same(net, by_hand(twin, accumulation=accumulation))
+    with pytest.raises(CaptureError, match=r"forward changes .*, and computes with it in the next"):
+        fitted(carrying(name), compiling=[("jit", "graph")])
+
+
+class Caching(Net):
+    """Sets what it sets in every forward alike: a cache, a count, its latest output."""
+
+    calls, table = 0, None
+
+    def between(self, x):
+        self.calls += 1
+        if self.table is None:
+            self.table = torch.arange(6.0, dtype=x.dtype).cos()
+        self.latest = x.tanh() * self.table
+        return self.latest
+
+
+@runs_eagerly
+def test_what_is_set_alike_in_every_micro_batch_is_recorded():
+    """Such as what models cache, or keep for somebody to look at."""
+    torch.manual_seed(0)
+    net = Caching()
+    twin = copy.deepcopy(net)
+    with pytest.warns(match=r"forward sets Caching\.calls, Caching\.latest, Caching\.table, but"):
+        fitted(net, compiling=[("jit", "graph")])
+    assert_same(net, by_hand(twin))
 
 
 @runs_eagerly
