@@ -165,6 +165,11 @@ _FAULTS = {
         "constants in __init__: self.register_buffer(name, value).",
         None,
     ),
+    "generator": (
+        "a torch.Generator was passed to an operator, which this version of torch can't record",
+        "Update torch, or draw from its default generator, which fit seeds.",
+        None,
+    ),
     "compiled": (
         "a function or module that went through torch.compile was called, but only plain Python "
         "can be recorded",
@@ -465,6 +470,8 @@ def _translate(error: Exception) -> Optional[CaptureError]:
         return fault_error("left", frame)
     if _is_packing(error):
         return fault_error("packed", frame)
+    if text == "argument of type: <class 'torch._C.Generator'>":
+        return fault_error("generator", frame)
     if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):
         return fault_error("compiled", frame)
     if text.startswith(".numpy() is not supported for tensor subclasses"):
