@@ -207,6 +207,15 @@ def index_of_group(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
     return {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
 
+def settings_of(group: Mapping[str, object]) -> Dict[str, object]:
+    """The settings of a parameter group, all but "params"; tensors of one element as numbers."""
+    return {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
 def kinds_by_group(optimizer: torch.optim.Optimizer) -> List[Type[torch.optim.Optimizer]]:
     """For each parameter group the class of the optimizer that it belongs to."""
     members = members_of(optimizer).values()

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes.torch_compile import compile_update
 from ipufit.optim.rules import OptimizerRule
-from ipufit.optim.several import NamedParameters, index_of_group, kinds_by_group
+from ipufit.optim.several import NamedParameters, index_of_group, kinds_by_group, settings_of
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
@@ -427,7 +427,7 @@ class RuleOptimizer(FlatOptimizer):
         by_row: Dict[int, FormedUpdate] = {}
         for row in rows:
             if id(row) not in by_row:
-                settings: Settings = list(map(_numbers, row))
+                settings: Settings = list(map(settings_of, row))
                 if self._latest is None or settings != self._latest[0]:
                     switches = self.switches(settings, {})
                     if switches not in self._forms:
@@ -478,7 +478,7 @@ class RuleOptimizer(FlatOptimizer):
     def rules(self, groups: Settings) -> List[Tuple[str, Dict[str, bool]]]:
         """For each block the name of its rule, and which of the settings are on if compiled."""
         blocks = self._storage.blocks
-        named = [_numbers({**groups[block.group], **self._compiled_as}) for block in blocks]
+        named = [settings_of({**groups[block.group], **self._compiled_as}) for block in blocks]
         return [
             (self._rule_of(block.group).__name__, {n: bool(value) for n, value in settings.items()})
             for block, settings in zip(self._storage.blocks, named)
@@ -648,12 +648,3 @@ class RuleOptimizer(FlatOptimizer):
         other._forms, other._latest, other._read = {}, None, ((), ((), ((),)))
         other.refresh([self._optimizer.param_groups] * times)
         return other.apply
-
-
-def _numbers(group: Mapping[str, object]) -> Dict[str, object]:
-    """The group's settings without parameters, a learning rate that is a tensor as a number."""
-    return {
-        name: value.item() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }

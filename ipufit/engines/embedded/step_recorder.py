@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from ipufit.core.precision import computes_in_half, try_out
 from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.errors import CaptureError, first_line
+from ipufit.optim.several import settings_of
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatStorage, Slot, storage_id
 from ipufit.tracing.host_numbers import HostNumbers, HostProgram, HostWriteError, is_host_number
@@ -49,11 +50,7 @@ class UnrecordableError(Exception):
 
 def setting_texts(group: Mapping[str, object]) -> Dict[str, str]:
     """The settings of a group, as texts that differ when they do."""
-    return {
-        name: repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
-        for name, value in group.items()
-        if name != "params"
-    }
+    return {name: repr(value) for name, value in settings_of(group).items()}
 
 
 @dataclasses.dataclass(frozen=True)

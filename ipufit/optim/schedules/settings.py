@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
+from ipufit.optim.several import settings_of
 
 # Hyper-parameters of a parameter group, by name.
 Settings = Dict[str, Any]
@@ -22,19 +23,13 @@ NOTES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 def read(optimizer: torch.optim.Optimizer) -> List[Settings]:
     """The settings of every group, all but "params"; tensors of one element as numbers."""
-    return [
-        {name: _plain(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _plain(value: object) -> object:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return list(map(settings_of, optimizer.param_groups))
 
 
 def number(value: object) -> Optional[float]:
     """The value as a float if it is one number, else None; a boolean is none."""
-    value = _plain(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     return float(value)
