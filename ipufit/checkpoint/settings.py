@@ -103,9 +103,7 @@ class Checkpoint(SettingsRepr):
 
     def _check_changes(self) -> None:
         """Refuse ``resume_changes`` that are no names, or of a run that goes on from nothing."""
-        names = self.resume_changes
-        if names is None or isinstance(names, str):
-            names = names or ()
+        names = () if self.resume_changes is None else self.resume_changes
         is_collection = isinstance(names, (str, list, tuple, set, frozenset))
         if not is_collection or not all(isinstance(name, str) for name in names):
             raise ConfigurationError(

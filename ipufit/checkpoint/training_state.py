@@ -268,16 +268,11 @@ def _check_form(checkpoint: RestoredState) -> RestoredState:
     for name in ("in_epoch", "stopped"):
         if type(document[name]) is not bool:
             raise ValueError(f"{name} is {document[name]!r}")
-    if (
-        type(checkpoint.run["first_update"]) is not int
-        or type(checkpoint.run["first_epoch"]) is not int
-    ):
+    if not all(type(checkpoint.run[name]) is int for name in ("first_update", "first_epoch")):
         raise ValueError("the run has no beginning")
     best = checkpoint.best
-    if not isinstance(best["name"], (str, type(None))) or type(best["value"]) not in (
-        float,
-        type(None),
-    ):
+    is_named = isinstance(best["name"], (str, type(None)))
+    if not is_named or type(best["value"]) not in (float, type(None)):
         raise ValueError(f"its best is {best!r}")
     for name in _PARTS:
         tree[name]
