@@ -23,7 +23,6 @@ from ipufit.poptorch._optimizer_link import IDLE, OptimizerLink
 from ipufit.poptorch._options.compiler import model_options, report_ignored
 from ipufit.poptorch._placement import DeviceAllocation, acquire
 from ipufit.poptorch._program_files import Path
-from ipufit.poptorch._saving import check_fits, check_state, read
 from ipufit.poptorch._tracing import tensors_in, untraced
 from ipufit.poptorch._wrapping import HostWeights, check_module, check_not_wrapped, quietly
 from ipufit.poptorch.enums import ConnectionType
@@ -64,12 +63,6 @@ def _spanned(method: F) -> F:
             return method(self, *args, **kwargs)
 
     return measured  # type: ignore[return-value]
-
-
-_NO_PROGRAM = (
-    "Model has not been compiled or has been destroyed. Call it with inputs, or call compile(), "
-    "first."
-)
 
 
 class PoplarExecutor(Inspection):
@@ -162,7 +155,10 @@ class PoplarExecutor(Inspection):
 
     def _program(self) -> Compiled:
         if self._executable is None:
-            raise error(_NO_PROGRAM)
+            raise error(
+                "Model has not been compiled or has been destroyed. Call it with inputs, or call "
+                "compile(), first."
+            )
         return self._executable
 
     @_spanned
@@ -210,7 +206,7 @@ class PoplarExecutor(Inspection):
                 None if saved is None else saved.wide,
             )
         if saved is not None:
-            check_state(saved, filename, program.device.example(), trained)
+            _saving.check_state(saved, filename, program.device.example(), trained)
             self._let_go()
         if self._optimizer is not None:
             self._optimizer.bind(program, trained, self._host)
@@ -276,7 +272,7 @@ class PoplarExecutor(Inspection):
         self._install(dataclasses.replace(saved, optimizer_state=None, rng_state=None), filename)
 
     def _install(self, saved: _saving.Saved, filename: Path) -> None:
-        check_fits(saved, filename, self._training, self._options, self._groupings)
+        _saving.check_fits(saved, filename, self._training, self._options, self._groupings)
         self._set_program(saved.arguments, saved, filename)
         if saved.optimizer_state is not None and self._optimizer is not None:
             self._optimizer.restore(saved.optimizer_state)
@@ -526,7 +522,7 @@ def load(
         Error: it is no such file, of another version, or damaged; or the options were changed in
             what the program is compiled for.
     """
-    saved = read(filename, VERSION)
+    saved = _saving.read(filename, VERSION)
     if saved.model is None:
         name = "trainingModel" if saved.recorded.trace.training else "inferenceModel"
         raise AssertionError(

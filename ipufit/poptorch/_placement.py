@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple
@@ -11,7 +12,6 @@ from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._options import execution
 from ipufit.poptorch._options.options import Options
-from ipufit.poptorch.enums import ConnectionType
 from ipufit.utils.poptorch_sdk import CLAIM_IPUS
 
 # The most that one process can have.
@@ -157,14 +157,12 @@ def acquire(options: Options, ipus: int) -> DeviceAllocation:
     Raises:
         Error: another model of this process has it, and POPTORCH_WAIT_FOR_IPU is not set.
     """
-    if uses_ipu_model(options) or options.connection_type == ConnectionType.Never:
+    if uses_ipu_model(options) or options.connection_type == enums.ConnectionType.Never:
         return DeviceAllocation(None)
     wanted = options.ipu_id if options.exists("ipu_id") else None
     with _changed:
         if wanted is None:
-            device = next(
-                number for number in range(len(_allocations) + 1) if number not in _allocations
-            )
+            device = next(number for number in itertools.count() if number not in _allocations)
             logger.debug("Acquired %d IPU(s): running on device Id %d.", ipus, device)
         else:
             device = _wait_for(wanted)
