@@ -38,6 +38,7 @@ class EpochMetrics:
         last_loss: mean over the last execution.
         by_update: of names logged with ``on_update``, the value of every update, nan for one that
             logged none.
+        settings_now: that the program reported after the last execution.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class EpochMetrics:
         self.last_loss = float("nan")
         self._logged: Dict[str, Running] = {}
         self._rules: Dict[str, LogRule] = {}
-        self._settings: Dict[str, float] = {}
+        self.settings_now: Dict[str, float] = {}
         self._values: Optional[Dict[str, float]] = None
         self.metrics.reset()
 
@@ -100,7 +101,7 @@ class EpochMetrics:
             "last_loss": self.last_loss,
             "by_update": {name: list(values) for name, values in self.by_update.items()},
             "logged": {name: running.state_dict() for name, running in self._logged.items()},
-            "settings": dict(self._settings),
+            "settings": dict(self.settings_now),
             "metrics": self.metrics.state_dict(),
         }
 
@@ -114,7 +115,7 @@ class EpochMetrics:
         self.by_update = {str(name): [float(v) for v in values] for name, values in by_update}
         self._logged = {str(name): Running.of(running) for name, running in state["logged"].items()}
         self._rules = {name: running.rule for name, running in self._logged.items()}
-        self._settings = {str(name): float(value) for name, value in state["settings"].items()}
+        self.settings_now = {str(name): float(value) for name, value in state["settings"].items()}
         self.metrics.load_state_dict(state["metrics"])
 
     def add(self, batch: CombinedBatch, anchors: ExecutionResult) -> None:
@@ -141,7 +142,7 @@ class EpochMetrics:
         self.samples += sum(sizes)
         self.updates += len(by_update)
         self.skipped += anchors.skipped
-        self._settings.update(anchors.settings)
+        self.settings_now.update(anchors.settings)
         self._values = None
         if self.metrics:
             self.metrics.update_all(self._metric_inputs(batch, anchors))
@@ -215,11 +216,6 @@ class EpochMetrics:
         """Sums that :attr:`loss` is made of: the losses times their weights, and the weights."""
         return self._total, self._weight
 
-    @property
-    def settings_now(self) -> Mapping[str, float]:
-        """Settings that the program reported after the last execution."""
-        return self._settings
-
     def values_without_metrics(self) -> Dict[str, float]:
         """Return the loss, the logged values and the settings, which cost nothing to work out."""
         values = {"loss": self.loss}
@@ -228,8 +224,8 @@ class EpochMetrics:
         values = {
             n: v for n, v in values.items() if n not in self._rules or not self._rules[n].is_none
         }
-        values.update(self._settings)
-        if "loss_scale" in self._settings:
+        values.update(self.settings_now)
+        if "loss_scale" in self.settings_now:
             values["skipped_updates"] = self.skipped
         return values
 
@@ -263,7 +259,7 @@ class EpochMetrics:
 
     def _with(self, metrics: MetricSet) -> Dict[str, float]:
         first = self.values_without_metrics()
-        names = (*self._settings, "skipped_updates")
+        names = (*self.settings_now, "skipped_updates")
         last = {name: first.pop(name) for name in names if name in first}
         return {**first, **metrics.compute(), **last}
 

@@ -376,11 +376,10 @@ def _resolve_objectives(
 
 def _all_names(module: nn.Module) -> Dict[str, List[str]]:
     """All names of each parameter, by its first one."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    names: Dict[str, List[str]] = {name: [] for name in first.values()}
+    names: Dict[nn.Parameter, List[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[first[id(parameter)]].append(name)
-    return names
+        names.setdefault(parameter, []).append(name)
+    return {each[0]: each for each in names.values()}
 
 
 def _resolve_settings(

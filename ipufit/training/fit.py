@@ -114,6 +114,9 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
         if config.restored is not None:
             # The kernels that the run has measured to be fastest before.
             session.prefer(config.restored.choices(session.processes) or {})
+        # An execution ends wherever the count of updates is a multiple of one of these.
+        cuts = [callback.every_updates for callback in config.callbacks]
+        cuts += [] if config.checkpoint is None else [config.checkpoint.every_updates]
         spec = JobSpec(
             config.source,
             config.plan,
@@ -122,7 +125,7 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
             "train",
             config.epochs.start,
             wants_outputs=any(callback.wants_outputs for callback in config.callbacks),
-            cut_every=_cuts(config),
+            cut_every=[*filter(None, cuts)],
             prefetch=config.prefetch,
             profile_folder=None if config.report is None else config.report.popvision,
             micro_batch_size=None
@@ -300,13 +303,6 @@ def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> D
         "ipus": plan.ipus,
         "dropped_samples": dropped,
     }
-
-
-def _cuts(config: FitConfig) -> List[int]:
-    """An execution ends wherever the count of updates is a multiple of one of these."""
-    cuts = [callback.every_updates for callback in config.callbacks]
-    cuts += [] if config.checkpoint is None else [config.checkpoint.every_updates]
-    return [*filter(None, cuts)]
 
 
 def _jit(session: Session) -> str:

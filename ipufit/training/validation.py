@@ -13,7 +13,6 @@ from ipufit.errors import DataError, IpufitError, LossError, brief_error
 from ipufit.training.fit_data import updates_per_epoch
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Trainer
-from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode
 
@@ -37,7 +36,7 @@ class ValidationRunner:
 
     def named(self, name: str, trained: Sequence[str]) -> str:
         """Return the name of a validation's value beside the names of training."""
-        return in_validation(name, self._has_own_names, trained)
+        return name if self._has_own_names and name not in trained else f"val_{name}"
 
     def names(self, trained: Sequence[str]) -> List[str]:
         """Return the names of the values, as far as they are known before the first validation."""

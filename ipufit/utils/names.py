@@ -62,17 +62,6 @@ def check_log_name(name: object, reserved: Container[str] = (), exact: bool = Fa
     return name
 
 
-def in_validation(name: str, exact: bool, trained: Container[str]) -> str:
-    """Name a value of a validation beside those of training.
-
-    Args:
-        name: as it was logged.
-        exact: whether it keeps its name where it can.
-        trained: names of the values of training.
-    """
-    return name if exact and name not in trained else f"val_{name}"
-
-
 # ---- arguments ----------------------------------------------------------------------------------
 
 
