@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import difflib
@@ -78,13 +79,10 @@ class ReferenceComparison:
         self._add_results("", traced_results, arguments, results, state)
         self._add_lowered(traced_results, arguments)
         operators = [each for each in self.found if each.kind == "operator"]
-        counts: Dict[str, int] = {}
-        for each in self.found:
-            counts[each.kind] = counts.get(each.kind, 0) + 1
         return Comparison(
             reference,
             tuple(each for each in self.found if not each.ok),
-            counts,
+            dict(collections.Counter(each.kind for each in self.found)),
             max(operators, key=lambda each: each.relative, default=None),
             recorded.lowered.why,
         )

@@ -71,15 +71,3 @@ class HostMemory(StateMemory):
     def for_torch(self, kept: Tensor) -> Tensor:
         """A copy, in host memory as well while training goes on, and on the device at its end."""
         return kept.to(self._device, copy=True) if self.ended else kept.clone()
-
-
-def state_memory(offload: bool, device: torch.device, as_device: bool) -> StateMemory:
-    """Choose the memory that ``Memory.offload_optimizer`` asks for.
-
-    Args:
-        offload: whether the state is to be in host memory.
-        device: of the module. What is in the host's own memory can't be moved there.
-        as_device: whether to treat the host as a device all the same.
-    """
-    apart = device.type != "cpu" or as_device
-    return HostMemory(device) if offload and apart else StateMemory()

@@ -30,7 +30,6 @@ from ipufit.engines.embedded.profiling.operators import (
 )
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
-from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError
 from ipufit.optim.several import name_of_optimizer
 from ipufit.tracing.flat_storage import flat_of
@@ -257,7 +256,7 @@ class OperatorProfiler:
         update = self.live.updater.recorded()
         during = 0 if update is None else peak_bytes(update)
         during += (runs == 1) * gradient_bytes
-        points.append((_name_of(self.live.spec), "", "optimizer", during))
+        points.append((name_of_optimizer(self.live.spec.optimizer), "", "optimizer", during))
         fixed = self._fixed_bytes(outputs, runs)
         peak = max(point[3] for point in points)
         return {
@@ -333,10 +332,7 @@ class OperatorProfiler:
             timer.end("", begun)
             timer.end_round()
         changed = bytes_in([*live.storage.flats, *live.updater.state_tensors()])
-        record = OpRecord(_name_of(self.live.spec), 0, 2 * changed + bytes_in(gradients))
+        record = OpRecord(
+            name_of_optimizer(self.live.spec.optimizer), 0, 2 * changed + bytes_in(gradients)
+        )
         return rows_of({"": record}, {"": OperatorSource(Origin(""), "optimizer")}, timer.seconds)
-
-
-def _name_of(spec: ProgramSpec) -> str:
-    """Name of a weight update among operators."""
-    return name_of_optimizer(spec.optimizer)

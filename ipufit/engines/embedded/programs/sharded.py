@@ -212,14 +212,13 @@ class FSDPWeights(ModuleWeights):
         self._plan = spec.plan
         self._is_owner = carried.weights is None
         self._events: Sequence[Tuple[str, int]] = ()
-        if carried.weights is None:
+        weights = carried.weights
+        if weights is None:
             blocks = _blocks(list(parameters.items()))
             cuts = [cuts_of(block, spec.processes.num_processes, False) for block in blocks]
-            carried_weights = ShardedWeights(blocks, cuts, 0, spec.processes, device)
-        else:
-            carried_weights = carried.weights
-        self._weights = carried_weights
-        self.device = carried_weights.device
+            weights = ShardedWeights(blocks, cuts, 0, spec.processes, device)
+        self._weights = weights
+        self.device = weights.device
 
     def tensors(self) -> List[Tensor]:
         """Return the parts of this process."""

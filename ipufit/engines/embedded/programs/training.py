@@ -18,7 +18,7 @@ from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
 from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows, RuleOptimizer, Waiting
 from ipufit.engines.embedded.gradient_transform import GradientTransform
 from ipufit.engines.embedded.inductor.requirements import missing
-from ipufit.engines.embedded.optimizer_state_location import StateMemory, state_memory
+from ipufit.engines.embedded.optimizer_state_location import HostMemory, StateMemory
 from ipufit.engines.embedded.overlapped_reduction import Overlap
 from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.programs.base import BaseProgram
@@ -520,7 +520,9 @@ def _choose_placement(
         tabled: whether hyper-parameters that change must reach an update as tensors.
     """
     carried, config = engine.carried, spec.config
-    memory = state_memory(config.offload_optimizer_state, device, engine.as_device)
+    # What is in the host's own memory can't be moved there.
+    is_apart = device.type != "cpu" or engine.as_device
+    memory = HostMemory(device) if config.offload_optimizer_state and is_apart else StateMemory()
     # Imported here: what few runs need.
     if spec.divides_weights or (config.shard_optimizer and spec.processes.is_distributed):
         from ipufit.engines.embedded.programs.sharded import FSDPPlacement, ShardedPlacement
