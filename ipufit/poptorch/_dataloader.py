@@ -17,7 +17,6 @@ from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._utils import combined
 from ipufit.poptorch.enums import DataLoaderMode
 from ipufit.poptorch.options import Options
-from ipufit.poptorch.profiling import Channel
 
 
 def share_bounds(
@@ -439,10 +438,6 @@ class DataLoader(CombiningLoader):
         if self._accessor is not None and self._accessor.rebatched_size:
             return len(self._accessor)
         return super().__len__()
-
-    @property
-    def _profiling(self) -> object:
-        return Channel("poptorch.DataLoader")
 
     @property
     def options(self) -> Options:

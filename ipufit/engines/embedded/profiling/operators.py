@@ -19,7 +19,7 @@ from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, Operat
 from ipufit.tracing.recording import is_backward, recorded_name
 from ipufit.tracing.source_map import LOSS, Origin, TracedCall
 from ipufit.utils import tree
-from ipufit.utils.devices import TimingEvent, synchronize, timing_event
+from ipufit.utils.devices import HOST, TimingEvent, synchronize, timing_event
 
 
 class HostTimer:
@@ -28,13 +28,17 @@ class HostTimer:
     There may be several rounds, in each of which everything is called once; of each name the
     shortest time is kept.
 
+    Args:
+        device: that the calls are for.
+
     Attributes:
         method: how, in half a sentence.
     """
 
     method = "by the clock of the host"
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = HOST) -> None:
+        self._device = device
         self._best: Dict[str, float] = {}
 
     def begin(self) -> Any:
@@ -66,8 +70,7 @@ class _DeviceTimer(HostTimer):
     method = "by events on the device"
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
+        super().__init__(device)
         self._pairs: List[Tuple[str, TimingEvent, TimingEvent]] = []
 
     def begin(self) -> Optional[TimingEvent]:
@@ -89,17 +92,9 @@ class _DeviceTimer(HostTimer):
 
 
 class _WaitingTimer(HostTimer):
-    """Times calls on a device that has no events, by waiting for it before and after each.
-
-    Args:
-        device: the device.
-    """
+    """Times calls on a device that has no events, by waiting for it before and after each."""
 
     method = "by the clock of the host, which waits for the device"
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
 
     def begin(self) -> Any:
         """Wait, and begin a call."""
