@@ -183,8 +183,12 @@ def build_session(
         is_planned = True
     if not is_planned:
         faults.raise_all()
-    if request.config is None:
-        request = dataclasses.replace(request, partition=_as_annotated(module, request.partition))
+    partition = request.partition
+    ipus = 1 if request.config is not None else annotated_ipus(module) or 1
+    if ipus > 1 and not partition.sets_ipus:
+        # Those that the module's annotations name.
+        partition = dataclasses.replace(partition, ipus_per_replica=ipus, is_annotated=True)
+        request = dataclasses.replace(request, partition=partition)
     beside = (request.config, request.training_options, request.inference_options)
     if any(value is not None for value in beside):
         from ipufit.training.merge_settings import SettingsSource
@@ -217,14 +221,6 @@ def _as_planned(module: nn.Module, request: CompileConfig) -> Tuple[CompileConfi
     return dataclasses.replace(request, partition=first, inference_partition=second), limit
 
 
-def _as_annotated(module: nn.Module, request: PartitionRequest) -> PartitionRequest:
-    """The request with the IPUs that the module's annotations name, where it names no others."""
-    ipus = annotated_ipus(module) or 1
-    if ipus == 1 or request.sets_ipus:
-        return request
-    return dataclasses.replace(request, ipus_per_replica=ipus, is_annotated=True)
-
-
 def _partitions(module: nn.Module, request: CompileConfig) -> Partitions:
     """How the module lies on IPUs.
 
@@ -254,7 +250,10 @@ def _checked(
         partitions = _partitions(module, request)
     with faults.collect():
         if optimizer is not None and (request.clips or isinstance(optimizer, MultiOptimizer)):
-            settings.update(_settings_by_optimizer(request, optimizer))
+            # The bounds that some of several optimizers have for themselves.
+            refuse_unknown_members("clip", request.clips, optimizer)
+            settings["optimizers"] = len(members_of(optimizer))
+            settings["optimizer_clips"] = tuple(request.clips.items())
     schedule = _schedule(request, optimizer, faults)
     assert resolved is not None
     engine = make_engine()
@@ -287,19 +286,6 @@ def _checked(
         if text:
             print(text)
     return Session(divided, metrics, engine, options, fixed)
-
-
-def _settings_by_optimizer(
-    request: CompileConfig, optimizer: torch.optim.Optimizer
-) -> Dict[str, object]:
-    """How many optimizers there are, and the bounds that some of them have for themselves.
-
-    Raises:
-        ConfigurationError: a bound of no optimizer, or of one alone.
-    """
-    refuse_unknown_members("clip", request.clips, optimizer)
-    clips = tuple(request.clips.items())
-    return {"optimizers": len(members_of(optimizer)), "optimizer_clips": clips}
 
 
 def _schedule(

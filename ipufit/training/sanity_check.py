@@ -330,15 +330,12 @@ def prepare_tail(
         reason = brief_error(error)
         if isinstance(fault, DataError) and fault.what:
             reason = fault.what[len(f"{source.role}: ") :]
+        samples = "1 sample" if size == 1 else f"{size} samples"
         raise DataError(
             f"the module must take every micro-batch of the {source.role}, but fails with the last "
-            f"one of an epoch, which is smaller ({_n(size)} instead of {first.size}): {reason}. "
+            f"one of an epoch, which is smaller ({samples} instead of {first.size}): {reason}. "
             "Choose another batch_size, or drop_last=True in the loader."
         ) from error
-
-
-def _n(samples: int) -> str:
-    return "1 sample" if samples == 1 else f"{samples} samples"
 
 
 @contextlib.contextmanager
