@@ -15,14 +15,17 @@ FIT = (
     "seed=5)\n"
 )
 COUNTING = """
+import os
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.calls = nn.Linear(4, 3), 0
+        self.layer = nn.Linear(4, 3)
+        os.environ["CALLS"] = "0"
 
     def forward(self, x):
-        self.calls += 1
-        return self.layer(x) * self.calls
+        os.environ["CALLS"] = str(int(os.environ["CALLS"]) + 1)
+        return self.layer(x) * int(os.environ["CALLS"])
 
 net = Net()
 """
@@ -119,9 +122,9 @@ def test_people_read_a_table(command, monkeypatch):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:forward sets Net.calls")
-def test_a_fast_wrong_answer_is_a_failure(command):
-    """A counter in Python stands still in a recorded program."""
+def test_a_fast_wrong_answer_is_a_failure(command, monkeypatch):
+    """A counter outside of Python's objects stands still in a recorded program."""
+    monkeypatch.setenv("CALLS", "0")
     status, out, _ = command("bench", COUNTING + FIT.format(""), *SHORT)
     assert status == 1
     (graph, kernels) = [line for line in out.splitlines() if line.startswith("WRONG")]
