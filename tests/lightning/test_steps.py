@@ -455,7 +455,7 @@ def scheduled(**config):
         (lambda self: "adam", "configure_optimizers returned str, which is not an accepted form"),
         (lambda self: {"optim": 1}, "may return a dict with 'optimizer', .* got 'optim'"),
         (scheduled(interval="batch"), "must be 'step' or 'epoch', got 'batch'"),
-        (scheduled(frequency=0), "must be a number of at least 1, got 0"),
+        (scheduled(frequency=0), "must be an integer of at least 1, got 0"),
         (scheduled(plateau=True), "ReduceLROnPlateau must have a monitor, got none"),
         (
             scheduled(plateau=True, monitor="val_loss", interval="step"),
