@@ -67,9 +67,9 @@ class ModelCheckpoint(Monitor):
         if save_weights_only is not True:
             advice = (
                 "Leave it out to write weights; fit(checkpoint='runs/1') writes checkpoints of "
+                "the whole training."
             )
-            name, advice = "save_weights_only of ModelCheckpoint", f"{advice}the whole training."
-            raise unfit(name, "True", save_weights_only, advice)
+            raise unfit("save_weights_only of ModelCheckpoint", "True", save_weights_only, advice)
         self.save_freq = save_freq
         if save_freq != "epoch":
             self.every_updates: Optional[int] = whole(self, "save_freq", save_freq, 1)

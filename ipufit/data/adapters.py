@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ipufit.core.batch import Mode, RawBatch
-from ipufit.data.fields import BatchForm
+from ipufit.data.fields import BatchForm, refuse_listed
 from ipufit.data.in_memory import (
     EpochOrder,
     array_loader,
@@ -227,7 +227,7 @@ def _refuse_pairs(x: tree.Tree, role: str) -> None:
     first: tree.Tree = x[0] if x else None
     if not tree.is_sequence(first) or len(first) not in (2, 3):
         return
-    BatchForm.refuse_listed(first[0], first[1], role, "(inputs, target)")
+    refuse_listed(first[0], first[1], role, "(inputs, target)")
 
 
 def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:

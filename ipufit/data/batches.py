@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ipufit.core.batch import BatchParts, CombinedBatch, MicroBatch, Mode, RawBatch, part_name
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
-from ipufit.data.fields import BatchForm
+from ipufit.data.fields import BatchForm, refuse_listed
 from ipufit.data.in_memory import ReadAhead, RowBlock, as_tensor, is_table, unequal_sizes
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
@@ -146,7 +146,7 @@ class BatchValidator:
         leaves, structure = tree.flatten(call)
         is_list = self._first is None and isinstance(self._source.loader, (list, tuple))
         if is_list and not self._form.own_loss:
-            self._form.refuse_listed(call[:2], parts[2], self._source.role, "dicts")
+            refuse_listed(call[:2], parts[2], self._source.role, "dicts")
         last = self._last
         if last is not None and _is_like(last, leaves, structure):
             return MicroBatch(tuple(leaves), structure, last.size, extras)
@@ -289,10 +289,9 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
             "along its first dimension."
         )
     first_name, size = sizes[0]
-    for _, other in sizes:
-        if other != size:
-            short = [[(name[len(where) :], e) for name, e in pairs] for pairs in (sizes, named)]
-            raise unequal_sizes(short[0], short[1], where, "Check the dataset or collate_fn.")
+    if len({count for _, count in sizes}) > 1:
+        short = [[(name[len(where) :], e) for name, e in pairs] for pairs in (sizes, named)]
+        raise unequal_sizes(short[0], short[1], where, "Check the dataset or collate_fn.")
     if size == 0:
         raise DataError(f"{first_name} has no samples. Leave empty batches out of the loader.")
     return int(size)

@@ -195,26 +195,6 @@ class BatchForm:
                 f"list too. {cure}"
             )
 
-    @staticmethod
-    def refuse_listed(inputs: tree.Tree, target: tree.Tree, role: str, form: str) -> None:
-        """Refuse a list of samples, which would be read as batches: the target of one is a number.
-
-        Args:
-            inputs, target: of the first entry of the list.
-            role: what the data is for.
-            form: of the entries, for the message.
-
-        Raises:
-            DataError: it is one.
-        """
-        is_number = isinstance(target, numbers.Number) or (is_array(target) and not target.ndim)
-        if is_number and any(is_array(leaf) and leaf.ndim for leaf in tree.flatten(inputs)[0]):
-            raise DataError(
-                f"{role}: a list of {form} is read as batches, but the target of the first "
-                f"is one number, {target}, so they look like samples. Pass DataLoader(x, "
-                "batch_size=32, shuffle=True), which makes batches of them."
-            )
-
     def _takes_only_all(self, parts: tree.Tree) -> bool:
         """Say whether forward can be called with all of these arrays, but not with one of them."""
         is_bare = _are_arrays(parts) and len(parts) > 1 and not can_bind(self.module, parts[0])
@@ -428,6 +408,26 @@ def _listed(names: Sequence[object]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
+def refuse_listed(inputs: tree.Tree, target: tree.Tree, role: str, form: str) -> None:
+    """Refuse a list of samples, which would be read as batches: the target of one is a number.
+
+    Args:
+        inputs, target: of the first entry of the list.
+        role: what the data is for.
+        form: of the entries, for the message.
+
+    Raises:
+        DataError: it is one.
+    """
+    is_number = isinstance(target, numbers.Number) or (is_array(target) and not target.ndim)
+    if is_number and any(is_array(leaf) and leaf.ndim for leaf in tree.flatten(inputs)[0]):
+        raise DataError(
+            f"{role}: a list of {form} is read as batches, but the target of the first "
+            f"is one number, {target}, so they look like samples. Pass DataLoader(x, "
+            "batch_size=32, shuffle=True), which makes batches of them."
+        )
+
+
 def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
     """Let a loss know which fields of a batch go into forward, and which are the target.
 
@@ -452,9 +452,11 @@ def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
     if isinstance(inputs, Mapping) and _names([*inputs, *inputs.values()]):
         input_names = dict(inputs)
     if inputs is not None and not input_names:
-        needed = "the name of a field of a batch, a list of names, or a dict from parameters of "
-        advice = "Write for example inputs=['image', 'mask']."
-        raise unfit("inputs", f"{needed}forward to names", inputs, advice)
+        needed = (
+            "the name of a field of a batch, a list of names, or a dict from parameters of forward "
+            "to names"
+        )
+        raise unfit("inputs", needed, inputs, "Write for example inputs=['image', 'mask'].")
     target_names = _names(targets)
     if targets is not None and not target_names:
         needed = "the name of a field of a batch, or a list of names for a dict of targets"

@@ -259,23 +259,23 @@ def is_repeated(graph: fx.GraphModule, first: Sequence[fx.Node], second: Sequenc
         graph: of both; it has the inputs of the first call, and then those of the second.
         first, second: the nodes of each call; what is no longer in the graph is passed over.
     """
-    alive, inputs = set(graph.graph.nodes), Memories(graph.graph).inputs
+    alive, earlier = set(graph.graph.nodes), set(first)
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     fixed: Set[fx.Node] = set()
     same = dict(zip(inputs[len(inputs) // 2 :], inputs))
     for node in first:
-        if fixed.issuperset(node.all_input_nodes) and not draws(
-            node.target, node.args, node.kwargs
-        ):
+        call = (node.target, node.args, node.kwargs)
+        if fixed.issuperset(node.all_input_nodes) and not draws(*call):
             fixed.add(node)
     rest = filter(alive.__contains__, first)
     for node in filter(alive.__contains__, second):
         schema = schema_of(node)
         writes = schema is not None and schema.is_mutable
-        if writes and not set(first).isdisjoint(node.all_input_nodes):
+        if writes and not earlier.isdisjoint(node.all_input_nodes):
             return False
-        call = _call(graph, node, same)
+        wanted = _call(graph, node, same)
         for other in rest:
-            if call == _call(graph, other, {}):
+            if wanted == _call(graph, other, {}):
                 same[node] = other
                 break
             if other not in fixed:

@@ -32,10 +32,7 @@ _SEGMENT = "ipufit_segment"
 NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 # Of these, a result has the size of a tensor that is passed, whatever the sizes of others.
-_NORMALIZATIONS = {
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.native_batch_norm_backward.default,
-}
+_NORMALIZATIONS = (torch.ops.aten.native_batch_norm, torch.ops.aten.native_batch_norm_backward)
 
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -182,6 +179,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _form(views, [])
                 return views, snapshots
             modes = (torch.get_default_dtype(), torch.is_inference_mode_enabled())
+            # By the very layouts of tensors; else, where that says enough, by what any size has.
             call = (func, modes, *kwargs, settings)
             layouts = list(map(_layout, tensors))
             calls.append((call, *layouts))
@@ -270,7 +268,7 @@ def _relative_sizes(
         Nothing where these may depend on more than that.
     """
     sizes: List[Tuple[object, ...]] = []
-    if torch.Tag.pointwise not in func.tags and func not in _NORMALIZATIONS:
+    if torch.Tag.pointwise not in func.tags and func.overloadpacket not in _NORMALIZATIONS:
         return []
     for tensor in tensors:
         is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

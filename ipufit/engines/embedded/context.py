@@ -237,7 +237,9 @@ class EngineContext(Engine):
             several: whether gradients go to other processes.
             compiler: compiles the graph; None: it runs by torch's own operators.
         """
-        snapshot = ValueSnapshot(step.owners(), CodeReader(step).places, is_users=is_of_users)
+        # What is merged has been looked at by itself.
+        places = CodeReader(step).places if isinstance(micro, MicroBatchStep) else ()
+        snapshot = ValueSnapshot(step.owners(), places, is_users=is_of_users)
         with self.recording(), step.preserve_attributes(notes_writes=True) as changed:
             record = functools.partial(capture, micro, arguments)
             with for_this_engine(), refuse_draws(step, record):

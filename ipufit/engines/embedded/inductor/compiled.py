@@ -348,9 +348,9 @@ class CompiledPart(abc.ABC):
             place: of the update.
         """
 
+    @abc.abstractmethod
     def _subject(self) -> str:
         """Name what runs compiled, and say when."""
-        return "Updates"
 
 
 class CompiledMicroBatches(CompiledPart):
@@ -476,3 +476,6 @@ class CompiledUpdates(CompiledPart):
         live.updates += 1
         if live.averages is not None:
             live.averages.after_update(live.storage.flats, live.updates, is_skipped)
+
+    def _subject(self) -> str:
+        return "Updates"

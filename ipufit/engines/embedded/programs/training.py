@@ -315,6 +315,7 @@ class TrainingProgram(BaseProgram):
             self._frozen_values.look()
         placement, start = state.placement, state.updates
         is_bound = bool(state.with_gradient)
+        # Both look and take over what they can, so neither is left out for the other.
         if is_bound and placement.follow_the_module() | placement.follow_the_optimizer(start):
             self._let_go()
         work, is_here, is_random = self._trace(batch.micro_batches)
